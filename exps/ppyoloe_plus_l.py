@@ -1,0 +1,14 @@
+"""PP-YOLOE+-l on COCO.
+
+    python tools/train.py -f exps/ppyoloe_plus_l.py --data path/to/coco -d 8 -c objects365_weights.pth
+
+Numbers: PaddleDetection 666f597, configs/ppyoloe/ppyoloe_plus_crn_l_80e_coco.yml. AP to expect, as published for 80 epochs at
+640 px from weights pretrained on Objects365: 52.9 on val2017 (not measured here).
+"""
+
+from mmdet.families.ppyoloe.exp import PPYOLOEPlusExp
+
+
+class Exp(PPYOLOEPlusExp):
+    depth = 1.0
+    width = 1.0

@@ -1,0 +1,82 @@
+"""Devices and processes."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from mmdet.errors import UsageError
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """``auto`` is CUDA (this process's own GPU), else Apple's MPS, else the CPU."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", local_rank)
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: no CUDA device is available here; use --device cpu or --device auto")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise UsageError("--device mps: Apple's MPS is not available here; use --device cpu or --device auto")
+    if name not in ("cpu", "cuda", "mps"):
+        raise UsageError(f"--device {name}: expected auto, cpu, cuda or mps")
+    return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({torch.get_num_threads()} threads)"
+
+
+def usable_amp(amp: str, device: torch.device) -> str:
+    """The precision that works on the device: fp16, with its scaled gradients, needs CUDA."""
+    if amp == "fp16" and device.type != "cuda":
+        logger.warning(f"amp=fp16 works on CUDA only: training on {device.type} in float32 (amp=bf16 works here too)")
+        return "off"
+    return amp
+
+
+def init_process_group(device: torch.device) -> None:
+    """Joins the processes that ``torchrun`` started; a single process needs nothing."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+
+
+def relaunch(devices: int, script: str, argv: list[str]) -> bool:
+    """Starts ``devices`` processes of this command through torch's own launcher and waits for them.
+
+    Returns False, having done nothing, when one process is wanted or this already is one of several.
+    """
+    if devices <= 1 or "LOCAL_RANK" in os.environ:
+        return False
+    if devices > torch.cuda.device_count() > 0:
+        raise UsageError(f"-d {devices}: this machine has {torch.cuda.device_count()} CUDA devices")
+    from torch.distributed.run import main as torchrun
+
+    torchrun(["--standalone", f"--nproc-per-node={devices}", script, *argv])
+    return True
+
+
+def strip_local_rank(argv: list[str]) -> list[str]:
+    """Without the ``--local_rank=N`` that old launchers append; its value goes to the environment."""
+    kept = []
+    for word in argv:
+        if word.startswith(("--local_rank=", "--local-rank=")):
+            os.environ.setdefault("LOCAL_RANK", word.split("=", 1)[1])
+        else:
+            kept.append(word)
+    return kept
+
+
+def script_path() -> str:
+    return os.path.abspath(sys.argv[0])

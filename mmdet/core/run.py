@@ -1,0 +1,80 @@
+"""What belongs to one run and not to the experiment: device, workers, folder, where to start from."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchvision
+
+from mmdet.core.distributed import broadcast_object
+from mmdet.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    device: str = "auto"
+    workers: int = 2
+    eval_batch_size: int = 8
+    experiment_name: str = ""  # folder of the run; empty: a time stamp
+    ckpt: str = ""  # fine-tune from this file
+    resume: str | None = None  # continue: a file, or "" for the newest run of this exp
+    raw: bool = False  # take a file's raw weights, not its EMA's
+    command: str = ""  # as the user typed it
+    progress: bool = True  # a progress bar where there is a terminal
+
+
+def new_run_dir(exp_dir: Path, name: str) -> Path:
+    """``<exp_dir>/<name or time stamp>``, the same on every rank; nothing is made on the disk."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d_%H%M%S")
+    path = exp_dir / (name or stamp)
+    for i in range(2, 1000):
+        if name or not path.exists():
+            break
+        path = exp_dir / f"{stamp}_{i}"
+    return Path(broadcast_object(str(path)))
+
+
+def newest_run(exp_dir: Path, name: str = "") -> Path:
+    """The run of this exp that was written last."""
+    runs = [d for d in ([exp_dir / name] if name else exp_dir.glob("*")) if checkpoint_candidates(d)]
+    if not runs:
+        raise CheckpointError(f"--resume: no run with a checkpoint in {str(exp_dir / name) if name else str(exp_dir)!r}")
+    return max(runs, key=lambda d: max(p.stat().st_mtime for p in checkpoint_candidates(d)))
+
+
+def checkpoint_candidates(run_dir: Path) -> list[Path]:
+    """The run's full checkpoints that could be resumed, newest first."""
+    files = [p for p in (run_dir / "last.pth", *run_dir.glob("epoch_*.pth")) if p.is_file()]
+    return sorted(files, key=lambda p: (p.name == "last.pth", p.stat().st_mtime), reverse=True)
+
+
+def versions() -> dict[str, str]:
+    from mmdet import __version__
+
+    return {
+        "mmdet": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
+        "numpy": str(np.__version__),
+    }
+
+
+def git_commit() -> str:
+    """Commit of the checkout that this package lies in, with ``+changes`` where it differs; empty outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        ask = {"cwd": root, "capture_output": True, "text": True, "timeout": 10, "check": True}
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **ask).stdout.strip()
+        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], **ask).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return commit + ("+changes" if dirty else "")

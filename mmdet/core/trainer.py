@@ -1,0 +1,332 @@
+"""The training loop, for any task. The whole step stands in :meth:`Trainer._train_step`, in the order in which it happens."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from loguru import logger
+from torch import Tensor, nn
+
+from mmdet.core import guard, meter, run, state, summary
+from mmdet.core.distributed import get_rank, get_world_size, mean_scalars
+from mmdet.core.freeze import apply_frozen, train_mode
+from mmdet.core.launch import choose_device, init_process_group, usable_amp
+from mmdet.core.logger import close_log_file, keep_for_log_file, open_log_file, report_failure
+from mmdet.core.recorder import Recorder
+from mmdet.core.saver import Saver
+from mmdet.errors import UsageError
+from mmdet.exp.base import Exp
+
+
+class Trainer:
+    """Trains what an experiment describes.
+
+    Asks of a batch ``to(device, non_blocking)``; of a model in training ``forward(batch) -> LossOutput``; of the evaluator
+    ``evaluate(model) -> Evaluation``. A batch may also have ``facts() -> dict`` for the log line and ``image_ids``.
+    Building it writes nothing to the disk.
+    """
+
+    def __init__(self, exp: Exp, options: run.RunOptions | None = None) -> None:
+        self.exp, self.options = exp, options or run.RunOptions()
+        exp.validate()
+        self.device = choose_device(self.options.device)
+        init_process_group(self.device)
+        self.rank, self.world = get_rank(), get_world_size()
+        keep_for_log_file(self.rank)
+        self.amp = usable_amp(exp.amp, self.device)
+        if exp.batch_size % (self.world * exp.grad_accum):
+            raise UsageError(
+                f"batch_size={exp.batch_size}: expected a multiple of {self.world} processes x grad_accum={exp.grad_accum} "
+                "(it is the total over all devices)"
+            )
+        torch.use_deterministic_algorithms(exp.deterministic, warn_only=True)
+        summary.log_head(self)
+        exp.prepare()
+        self.step, self.best = 0, {"metric": exp.best_metric, "value": None, "epoch": None}
+        self.run_dir: Path | None = None
+        self._build()
+        if self.options.resume is not None:
+            self.run_dir = state.resume(self)
+
+    def _build(self) -> None:
+        """The order is fixed: each line needs the ones before it (an optimizer made before SyncBN or ``.to`` would hold other
+        tensors than the model; EMA must copy loaded weights; DDP wraps the final modules)."""
+        exp = self.exp
+        self.loader = exp.get_train_loader(workers=self.options.workers, rank=self.rank, world=self.world)
+        seed_everything(exp.seed, 0, 0)  # the same fresh weights on all ranks
+        self.model = exp.get_model()
+        if self.options.ckpt:
+            logger.info(f"fine-tuning from {exp.load_pretrained(self.model, self.options.ckpt, raw=self.options.raw)}")
+        self.model.to(self.device)
+        if exp.channels_last:
+            self.model.to(memory_format=torch.channels_last)
+        if exp.sync_bn and self.world > 1:
+            if self.device.type == "cuda":
+                self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
+            else:
+                logger.info("sync_bn works on CUDA only: every process keeps its own statistics, averaged before evaluation")
+        self.optimizer = exp.get_optimizer(self.model)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp == "fp16")
+        self.ema = exp.get_ema()
+        if self.ema is not None:
+            self.ema.attach(self.model)
+        if exp.compile:
+            self.model.compile()
+        self.parallel = exp.get_parallel()
+        apply_frozen(self.model, exp.frozen(0))
+        self.network = self.parallel.wrap(self.model)
+        self.lr_factor = exp.get_lr_schedule(self.loader.steps_per_epoch)
+        self.evaluator = exp.get_evaluator(
+            batch_size=self.options.eval_batch_size,
+            workers=self.options.workers,
+            rank=self.rank,
+            world=self.world,
+            device=self.device,
+        )
+        self.hooks = list(exp.get_hooks())
+        self.meter, self.eta = meter.Meter(), meter.Eta()
+        self.recorder = Recorder(self.rank == 0, self.options.progress)
+        self.batches = None
+
+    # -- the run --------------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self.step // self.loader.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int:
+        return self.exp.max_epoch * self.loader.steps_per_epoch
+
+    def _at_epoch_end(self) -> bool:
+        return self.step > 0 and self.step % self.loader.steps_per_epoch == 0
+
+    def where(self) -> str:
+        steps = self.loader.steps_per_epoch
+        return f"epoch {self.epoch + 1}/{self.exp.max_epoch} step {self.step % steps + 1}/{steps}"
+
+    def train(self) -> dict[str, Any]:
+        """Trains to ``max_epoch`` and returns the best metric: {"metric", "value", "epoch"}."""
+        summary.log_plan(self)
+        try:
+            self._open_run()
+            self._call("on_train_start")
+            self.batches = self._open_batches()
+            while self.step < self.total_steps:
+                self._train_epoch()
+            self._call("on_train_end")
+            summary.log_end(self)
+        except (Exception, KeyboardInterrupt) as error:
+            self._report(error)
+            raise
+        finally:
+            self.close()
+        return self.best
+
+    def dry_run(self) -> dict[str, float]:
+        """One training step, nothing written: the losses of the first batch."""
+        summary.log_plan(self)
+        try:
+            self.batches = self._open_batches()
+            self._start_epoch()
+            self._train_step()
+            return self.meter.means()
+        finally:
+            self.close()
+
+    def _train_epoch(self) -> None:
+        epoch, steps = self.epoch, self.loader.steps_per_epoch
+        self._start_epoch()
+        self._call("on_epoch_start")
+        self.recorder.start_epoch(epoch, self.exp.max_epoch, steps, self.step % steps)
+        while self.step < (epoch + 1) * steps:
+            self._train_step()
+            self._call("on_step_end")
+            self.recorder.step(self._eta())
+            inside = self.step % steps
+            if self.step % self.exp.print_interval == 0 or inside == 0:
+                self._log_step()
+            if self.exp.save_interval_steps and inside and self.step % self.exp.save_interval_steps == 0:
+                self._save(epochs_done=None)
+        self.recorder.stop_bar()
+        self._end_epoch(epoch)
+        self._call("on_epoch_end")
+
+    def _start_epoch(self) -> None:
+        patterns = self.exp.frozen(self.epoch)
+        if apply_frozen(self.model, patterns):
+            self.network = self.parallel.wrap(self.model)
+        train_mode(self.model, patterns)
+        if self.ema is not None and self.step % self.loader.steps_per_epoch == 0:
+            self.ema.start_epoch(self.model, self.epoch)
+
+    def _train_step(self) -> None:
+        start = meter.now()
+        batch = next(self.batches)
+        data_time = meter.now() - start
+
+        factor = self.lr_factor(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+        seed_everything(self.exp.seed, self.step, self.rank)
+
+        losses: dict[str, Tensor] = {}
+        stats: dict[str, Tensor] = {}
+        parts = list(self.parallel.micro_batches(batch))
+        for i, (part, weight) in enumerate(parts):
+            with self.parallel.sync(is_last=i + 1 == len(parts)):
+                with self._autocast():
+                    out = self.network(part)
+                self.scaler.scale(out.total * weight).backward()
+            for kept, new in ((losses, out.losses), (stats, out.stats)):
+                for name, value in new.items():
+                    kept[name] = kept.get(name, 0.0) + value.detach().float() * weight
+        self.parallel.reduce_gradients(self.model)
+        self.scaler.unscale_(self.optimizer)
+        norms = self.parallel.clip(self.model)
+        self._stop_unless_finite(losses, norms, batch)
+
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.update(self.model)
+
+        self.step += 1
+        seconds = meter.now() - start
+        total = torch.stack(list(losses.values())).sum()
+        grads = {f"grad_norm/{name}": value for name, value in norms.items()}
+        self.meter.add({"loss": total, **losses, **stats, **grads}, data_time, seconds)
+        self.eta.add_step(seconds)
+        self._facts = batch.facts() if hasattr(batch, "facts") else {}
+
+    def _stop_unless_finite(self, losses: dict[str, Tensor], norms: dict[str, Tensor], batch: Any) -> None:
+        """fp16's scaler skips steps whose gradients overflow, so there only the losses decide."""
+        watched = list(losses.values()) + ([] if self.scaler.is_enabled() else list(norms.values()))
+        flag = torch.isfinite(torch.stack([v.detach().to(self.device).float() for v in watched])).all()
+        if not self.parallel.all_finite(flag):
+            lrs = {g["name"]: g["lr"] for g in self.optimizer.param_groups}
+            image_ids = batch.image_ids if hasattr(batch, "image_ids") else []
+            guard.stop_non_finite(losses, norms, lrs, f"{self.where()} (iteration {self.step})", image_ids)
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        if self.amp == "off":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16 if self.amp == "bf16" else torch.float16)
+
+    # -- evaluation and files -------------------------------------------------------------------------------------------
+
+    def _end_epoch(self, epoch: int) -> None:
+        done = epoch + 1
+        improved = False
+        if self.evaluator is not None and (done % self.exp.eval_interval_at(epoch) == 0 or done == self.exp.max_epoch):
+            improved = self._evaluate(epoch)
+        self._save(epochs_done=done, improved=improved)
+
+    def judged_model(self) -> nn.Module:
+        """The module that evaluation sees: the EMA's where EMA is on, else the unwrapped model."""
+        self.parallel.average_buffers(self.model)
+        if self.ema is None:
+            return self.model
+        module = self.ema.module(self.model)
+        self.parallel.average_buffers(module)
+        return module
+
+    def _evaluate(self, epoch: int) -> bool:
+        start = meter.now()
+        kind = "raw" if self.ema is None else "EMA"
+        logger.info(f"evaluating the {kind} weights of step {self.step} in float32")
+        evaluation = self.evaluator.evaluate(self.judged_model())
+        self.eta.add_evaluation(meter.now() - start)
+        metric = self.exp.best_metric
+        if metric not in evaluation.metrics:
+            raise UsageError(f"best_metric={metric!r}: the evaluator gives {', '.join(evaluation.metrics)}")
+        value = evaluation.metrics[metric]
+        for line in self.exp.evaluation_lines(evaluation):
+            logger.info(line)
+        self.recorder.evaluation(self.step, epoch + 1, evaluation.metrics, evaluation.per_class)
+        improved = value == value and (self.best["value"] is None or value > self.best["value"])
+        if improved:
+            self.best = {"metric": metric, "value": float(value), "epoch": epoch + 1}
+        elif value != value:
+            logger.warning(f"{metric} is undefined (no ground truth): it cannot become the best")
+        best = "none yet" if self.best["value"] is None else f"{self.best['value']:.4f} in epoch {self.best['epoch']}"
+        logger.info(f"epoch {epoch + 1}/{self.exp.max_epoch}: {metric} {value:.4f}, best {best}")
+        return improved
+
+    def _save(self, epochs_done: int | None, improved: bool = False) -> None:
+        if self.rank != 0:
+            return
+        self.saver.save_last(state.training_state(self), epochs_done)
+        if improved:
+            self.saver.save_best()
+        if improved or self.best["value"] is None:
+            self.saver.save_weights(state.judged_weights(self))
+
+    def _open_run(self) -> None:
+        if self.run_dir is None:
+            self.run_dir = run.new_run_dir(Path(self.exp.output_dir) / self.exp.exp_name, self.options.experiment_name)
+        self.saver = Saver(self.run_dir, self.exp.keep_checkpoints, self.epoch if self._at_epoch_end() else None)
+        if self.rank == 0:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            open_log_file(self.run_dir / "train_log.txt")
+            self.recorder.open(self.run_dir)
+        logger.info(f"run folder: {self.run_dir}")
+
+    # -- small things ---------------------------------------------------------------------------------------------------
+
+    def _open_batches(self) -> Any:
+        return iter(self.exp.get_prefetcher(self.loader.batches(start_step=self.step), self.device))
+
+    def _call(self, name: str) -> None:
+        for hook in self.hooks:
+            getattr(hook, name)(self)
+
+    def _eta(self) -> float:
+        epochs_left = self.exp.max_epoch - self.epoch
+        return self.eta.seconds(self.total_steps - self.step, -(-epochs_left // self.exp.eval_interval_at(self.epoch)))
+
+    def _log_step(self) -> None:
+        scalars = mean_scalars(self.meter.means(), self.device)
+        norms = {k.removeprefix("grad_norm/"): scalars.pop(k) for k in list(scalars) if k.startswith("grad_norm/")}
+        data_time, step_time = self.meter.times()
+        done = self.step - 1
+        steps = self.loader.steps_per_epoch
+        images = self._facts.get("images", 0) * self.world
+        self.recorder.train_line(
+            self.step,
+            f"epoch {done // steps + 1}/{self.exp.max_epoch} step {done % steps + 1}/{steps}",
+            scalars,
+            {g["name"]: g["lr"] for g in self.optimizer.param_groups},
+            norms,
+            eta=self._eta(),
+            data_time=data_time,
+            step_time=step_time,
+            rate=images / step_time if step_time else 0.0,
+            memory=meter.memory_text(self.device),
+            facts=self._facts,
+        )
+        self.meter.clear()
+
+    def _report(self, error: BaseException) -> None:
+        self.recorder.stop_bar()
+        report_failure(error, self.where(), self.run_dir)
+
+    def close(self) -> None:
+        self.recorder.close()
+        close_log_file()
+        if hasattr(self.loader, "close"):
+            self.loader.close()
+
+
+def seed_everything(seed: int, step: int, rank: int) -> None:
+    """Python's, NumPy's and torch's generators as a function of (seed, step, rank), so that no generator state is saved."""
+    value = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)

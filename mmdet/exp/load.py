@@ -1,0 +1,111 @@
+"""From a file, a name or a checkpoint to an experiment."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmdet.errors import CheckpointError, UsageError
+from mmdet.exp.base import COMMAND_LINE, Exp
+from mmdet.exp.fields import nearest
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def shipped_dir() -> Path:
+    """Where the shipped exp files lie: beside the package in a checkout, inside it in a wheel."""
+    checkout = _PACKAGE.parent / "exps"
+    return checkout if checkout.is_dir() else _PACKAGE / "exps"
+
+
+def is_shipped(path: str | Path) -> bool:
+    return Path(path).resolve().parent == shipped_dir().resolve()
+
+
+def shipped_names() -> list[str]:
+    return sorted(p.stem for p in shipped_dir().glob("*.py") if not p.stem.startswith("_"))
+
+
+def get_exp(file_or_name: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Exp:
+    """The experiment of an exp file (``exps/ppyoloe_s.py``) or of a shipped one's name (``ppyoloe_s``).
+
+    ``overrides``: ``key=value`` words as on the command line, or a mapping of values. An error inside the file keeps its own
+    traceback; a wrong name, field or type is a UsageError.
+    """
+    path = find_exp_file(file_or_name)
+    exp = _exp_class(path)()
+    exp.set("exp_name", path.stem, "exp file")
+    exp.set("exp_file", str(path), "exp file")
+    if isinstance(overrides, Mapping):
+        for name, value in overrides.items():
+            exp.set(name, value, COMMAND_LINE)
+    else:
+        exp.override(overrides)
+    exp.validate()
+    return exp
+
+
+def find_exp_file(file_or_name: str | Path) -> Path:
+    path = Path(file_or_name)
+    if path.suffix == ".py":
+        if path.is_file():
+            return path
+        if path.parent.name == "exps" and (shipped_dir() / path.name).is_file():
+            return shipped_dir() / path.name
+        known = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise UsageError(f"exp file {str(path)!r} does not exist.{nearest(path.name, known)}")
+    if path.name == str(path) and (shipped_dir() / f"{path}.py").is_file():
+        return shipped_dir() / f"{path}.py"
+    names = shipped_names()
+    raise UsageError(f"no shipped exp is called {str(path)!r}.{nearest(str(path), names)} Shipped: {', '.join(names)}")
+
+
+def _exp_class(path: Path) -> type[Exp]:
+    module_name = f"mmdet_exp_{path.stem}_{abs(hash(str(path.resolve()))):x}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # pickling and get_type_hints look it up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(module_name, None)
+        raise
+    own = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Exp) and c.__module__ == module_name]
+    named = [c for c in own if c.__name__ == "Exp"]
+    found = named or own
+    if len(found) != 1:
+        raise UsageError(
+            f"{path}: expected one class derived from mmdet.exp.Exp (or one named 'Exp'), found "
+            f"{', '.join(c.__name__ for c in own) or 'none'}"
+        )
+    return found[0]
+
+
+def exp_state(exp: Exp) -> dict[str, Any]:
+    """What a checkpoint stores of its experiment: plain values."""
+    return {"name": exp.exp_name, "file": exp.exp_file, "values": exp.values()}
+
+
+# Fields that belong to one run or one machine, not to the trained model.
+_LOCAL = frozenset({"exp_name", "exp_file", "output_dir", "pretrained_backbone"})
+
+
+def exp_of_checkpoint(checkpoint: Mapping[str, Any], file_or_name: str | Path | None = None) -> Exp:
+    """The experiment that made a checkpoint, with the values it had then. ``file_or_name`` replaces the recorded file."""
+    state = checkpoint.get("exp") or {}
+    source = file_or_name or (state.get("file") if Path(state.get("file") or "/nowhere").is_file() else state.get("name"))
+    if not source:
+        raise CheckpointError("the checkpoint does not say which exp made it: give the exp file with -f")
+    try:
+        exp = get_exp(source)
+    except UsageError as error:
+        raise CheckpointError(
+            f"the checkpoint was made by exp {state.get('file') or source!r}: {error} Give the exp file with -f"
+        ) from error
+    for name, value in (state.get("values") or {}).items():
+        if name in exp.field_names() and name not in _LOCAL and value != getattr(exp, name):
+            exp.set(name, value, "checkpoint")
+    return exp

@@ -1,0 +1,251 @@
+"""Judges a checkpoint, or a file of detections, by COCO's average precision: ``python tools/eval.py -c RUN/best.pth``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # works from any folder, installed or not
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from loguru import logger
+from torch import nn
+
+from mmdet.core.checkpoint import is_trained_here, read_checkpoint
+from mmdet.core.cli import Parser, add_exp_arguments, exp_from_arguments, exp_source, run_command
+from mmdet.core.distributed import get_rank, get_world_size, is_main
+from mmdet.core.launch import choose_device, describe_device, init_process_group, relaunch, script_path, usable_amp
+from mmdet.core.trainer import seed_everything
+from mmdet.data.coco import CocoDataset, find_coco
+from mmdet.data.demo import make_demo
+from mmdet.data.errors import DataError
+from mmdet.errors import CheckpointError, UsageError
+from mmdet.evaluators import Evaluation, Results, format_per_class, format_summary, judge_results
+from mmdet.exp import Exp, exp_of_checkpoint
+
+COMMAND_LINE = "command line"
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="eval.py",
+        description="Judge a checkpoint on a split of a COCO-format data set, or (--detections) a COCO results file.",
+    )
+    add_exp_arguments(parser)
+    parser.add_argument("-c", "--ckpt", default="", help="checkpoint; it knows its exp, so -f is needed for published files only")
+    parser.add_argument(
+        "-b", "--batch-size", type=int, default=8, help="images per step and process; the AP does not depend on it"
+    )
+    parser.add_argument("-d", "--devices", type=int, default=1, help="processes, one per device")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
+    parser.add_argument("--amp", default="off", choices=["off", "bf16", "fp16"], help="precision; off is float32")
+    parser.add_argument("--raw", action="store_true", help="the raw weights, not their moving average (EMA)")
+    parser.add_argument("--data", default="", help="COCO-format folder, or 'demo'; default: the checkpoint's")
+    parser.add_argument("--split", default="val", metavar="val|test|NAME", help="annotations/instances_NAME*.json")
+    parser.add_argument("--json", default="", metavar="FILE", help="write metrics and per_class there")
+    parser.add_argument("--save-detections", default="", metavar="FILE", help="write COCO's results file there")
+    parser.add_argument("--detections", default="", metavar="FILE", help="judge this COCO results file; needs --data, no model")
+    parser.add_argument("--conf", type=float, help="score below which detections are dropped")
+    parser.add_argument("--nms", type=float, help="IoU above which the weaker box of a class is dropped")
+    parser.add_argument("--max-dets", type=int, help="detections per image and class that count; default 100")
+    parser.add_argument("--workers", type=int, default=2, help="processes that load data")
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    args = make_parser().parse_intermixed_args(argv)
+    check_arguments(args)
+    if args.detections:
+        evaluation, about = judge_file(args)
+    else:
+        content = read_checkpoint(args.ckpt) if args.ckpt else None
+        exp = build_exp(args, content)
+        if relaunch(args.devices, script_path(), argv):
+            return 0
+        evaluation, about = judge_model(args, exp, content)
+    if is_main():
+        show(evaluation)
+        if args.json:
+            write_json(Path(args.json), evaluation, about)
+    return 0
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Stops before anything is read or written when the flags cannot work together."""
+    for flag, value, least in (("-b", args.batch_size, 1), ("-d", args.devices, 1), ("--workers", args.workers, 0)):
+        if value < least:
+            raise UsageError(f"{flag} {value}: expected at least {least}")
+    if args.max_dets is not None and args.max_dets < 1:
+        raise UsageError(f"--max-dets {args.max_dets}: expected at least 1")
+    for flag, path in (("--json", args.json), ("--save-detections", args.save_detections)):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"{flag} {path}: the folder {str(Path(path).parent)!r} does not exist")
+        if path and Path(path).is_dir():
+            raise UsageError(f"{flag} {path}: this is a folder; expected the name of a file")
+    if args.raw and not args.ckpt:
+        raise UsageError("--raw chooses between the weights of a checkpoint: give one with -c")
+    if args.detections:
+        check_detections_arguments(args)
+
+
+def check_detections_arguments(args: argparse.Namespace) -> None:
+    of_a_model = {
+        "-c": args.ckpt,
+        "-f/-n": exp_source(args),
+        "--conf": args.conf is not None,
+        "--nms": args.nms is not None,
+        "--amp": args.amp != "off",
+        "--save-detections": args.save_detections,
+        "-d": args.devices > 1,
+        " ".join(args.overrides): args.overrides,
+    }
+    given = [flag for flag, value in of_a_model.items() if value]
+    if given:
+        raise UsageError(f"--detections judges a file without a model: leave out {', '.join(given)}")
+    if not args.data:
+        raise UsageError("--detections needs the data set that the file belongs to: --data DIR")
+
+
+# -- a results file -----------------------------------------------------------------------------------------------------------
+
+
+def judge_file(args: argparse.Namespace) -> tuple[Evaluation, dict[str, Any]]:
+    results = Results.load(args.detections)
+    folder = make_demo(Path("outputs") / "demo_data") if args.data == "demo" else Path(args.data)
+    source = CocoDataset(*find_coco(folder, args.split))
+    logger.info(source.report())
+    say(f"judging {len(results)} detections of {args.detections} on {source.annotation_file}")
+    evaluation = judge_results(source, results, args.max_dets or 100)
+    return evaluation, {"detections": args.detections, "annotations": str(source.annotation_file), "images": len(source)}
+
+
+# -- a model ------------------------------------------------------------------------------------------------------------------
+
+
+def build_exp(args: argparse.Namespace, content: Mapping[str, Any] | None) -> Exp:
+    """The exp of the checkpoint, or the one that -f or -n names, with what flags and words say."""
+    source = exp_source(args)
+    if content is not None and (is_trained_here(content) or not source):
+        exp = exp_of_checkpoint(content, source or None)
+    else:
+        exp = exp_from_arguments(args)
+    flags = {
+        "data_dir": args.data or None,
+        "score_threshold": args.conf,
+        "nms_threshold": args.nms,
+        "max_dets": args.max_dets,
+    }
+    for name, value in flags.items():
+        if value is not None:
+            exp.set(name, value, COMMAND_LINE)
+    exp.override(args.overrides)
+    if args.max_dets is not None and exp.keep_top_k < args.max_dets and exp.origin("keep_top_k") != COMMAND_LINE:
+        exp.set("keep_top_k", args.max_dets, "--max-dets")
+        logger.info(f"keep_top_k={args.max_dets}, so that --max-dets has an effect")
+    exp.validate()
+    return exp
+
+
+def judge_model(args: argparse.Namespace, exp: Exp, content: Mapping[str, Any] | None) -> tuple[Evaluation, dict[str, Any]]:
+    device = choose_device(args.device)
+    init_process_group(device)
+    amp = usable_amp(args.amp, device)
+    if content is None:  # no classes to be right or wrong about: those of the data
+        exp.adopt_classes(exp.dataset(args.split).categories)
+    seed_everything(exp.seed, 0, 0)  # fresh weights, where there are any, are the same on all ranks
+    model = exp.get_model()
+    weights, step = load_weights(args, exp, model, content)
+    evaluator = exp.get_evaluator(
+        split=args.split,
+        batch_size=args.batch_size,
+        workers=args.workers,
+        rank=get_rank(),
+        world=get_world_size(),
+        device=device,
+        amp=amp,
+    )
+    if evaluator is None:
+        raise DataError(f"split {args.split!r} of {exp.data_dir!r} has no images: there is nothing to judge")
+    precision = "float32" if amp == "off" else amp
+    at_step = "" if step is None else f" of step {step}"
+    named = f" of {args.ckpt}" if args.ckpt else ""
+    images = len(evaluator.loader.source)
+    logger.info(evaluator.loader.source.report())
+    say(f"judging the {weights} weights{at_step}{named} in {precision} on {describe_device(device)}: {images} images")
+    evaluation = evaluator.evaluate(model.to(device))
+    if args.save_detections and is_main():
+        evaluator.results.save(args.save_detections)
+        logger.info(f"{len(evaluator.results)} detections written to {args.save_detections}")
+    about = {"checkpoint": args.ckpt or None, "weights": weights, "step": step, "precision": precision, "exp": exp.exp_name}
+    return evaluation, {**about, "annotations": str(evaluator.loader.source.annotation_file), "images": images}
+
+
+def load_weights(
+    args: argparse.Namespace, exp: Exp, model: nn.Module, content: Mapping[str, Any] | None
+) -> tuple[str, int | None]:
+    """Loads the checkpoint into ``model``; returns the kind of the weights and the training step, where the file tells it.
+
+    Raises:
+        CheckpointError: the file lacks tensors of the model, or has no raw weights although they were asked for.
+    """
+    if content is None:
+        logger.warning("no checkpoint given (-c): judging freshly initialised weights, which know nothing")
+        return "freshly initialised", None
+    if args.raw and content.get("weights") == "ema":
+        raise CheckpointError(f"{args.ckpt} holds EMA weights only; the raw ones are in last.pth and best.pth of the same run")
+    report = exp.load_pretrained(model, args.ckpt, raw=args.raw)
+    fresh = [*report.missing, *report.reinitialized]
+    if fresh:
+        logger.info(f"{report}")
+        raise CheckpointError(
+            f"{args.ckpt} does not hold the whole model: {len(fresh)} tensors would stay freshly initialised, such as "
+            f"{fresh[0]}{' (' + report.details[fresh[0]] + ')' if fresh[0] in report.details else ''}. Choose the exp and the "
+            "num_classes that the file was made with"
+        )
+    logger.info(report.summary())
+    has_average = isinstance(content.get("ema"), Mapping) or content.get("weights") == "ema"
+    step = content.get("step")
+    return "EMA" if has_average and not args.raw else "raw", int(step) if isinstance(step, int) else None
+
+
+# -- output -------------------------------------------------------------------------------------------------------------------
+
+
+def show(evaluation: Evaluation) -> None:
+    if evaluation.per_class:
+        say(f"\n{format_per_class(evaluation)}")
+    say(f"\n{format_summary(evaluation)}")
+
+
+def say(text: str) -> None:
+    """On standard output, of rank 0; a character that the terminal cannot show is escaped."""
+    if is_main():
+        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def write_json(path: Path, evaluation: Evaluation, about: dict[str, Any]) -> None:
+    """``metrics``, ``per_class`` and ``about`` (what was judged); what is undefined is null."""
+    content = {"metrics": evaluation.metrics, "per_class": evaluation.per_class, "about": about}
+    path.write_text(json.dumps(without_nan(content), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    logger.info(f"metrics written to {path}")
+
+
+def without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def main() -> int:
+    return run_command(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
