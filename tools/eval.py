@@ -65,8 +65,9 @@ def run(argv: list[str]) -> int:
     else:
         content = read_checkpoint(args.ckpt) if args.ckpt else None
         exp = build_exp(args, content)
-        if relaunch(args.devices, script_path(), argv):
-            return 0
+        code = relaunch(args.devices, script_path(), argv)
+        if code is not None:
+            return code
         evaluation, about = judge_model(args, exp, content)
     if is_main():
         show(evaluation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from pathlib import Path
@@ -13,10 +14,11 @@ from loguru import logger
 
 from mmdet.core.cli import Parser, add_exp_arguments, exp_from_arguments, run_command
 from mmdet.core.launch import relaunch, script_path
-from mmdet.core.run import RunOptions
+from mmdet.core.run import RunOptions, read_record
 from mmdet.core.trainer import Trainer
 from mmdet.errors import UsageError
 from mmdet.exp import Exp
+from mmdet.exp.load import exp_of_record
 
 
 def make_parser() -> Parser:
@@ -38,11 +40,14 @@ def make_parser() -> Parser:
     parser.add_argument("--seed", type=int)
     parser.add_argument("-expn", "--experiment-name", default="", help="name of the run folder; default: a time stamp")
     parser.add_argument("--output", default="", help="run folders are made in OUTPUT/<exp>/")
+    parser.add_argument(
+        "--rerun", default="", metavar="RUN", help="a new run with the exp, values, data and seed of this run folder"
+    )
     parser.add_argument("--dry-run", action="store_true", help="build everything, do one step, write nothing")
     return parser
 
 
-def build_exp(args) -> Exp:
+def build_exp(args: argparse.Namespace) -> Exp:
     """The exp with everything that flags and words say; flags and words are both the user's."""
     exp = exp_from_arguments(args)
     if args.demo:
@@ -65,25 +70,49 @@ def build_exp(args) -> Exp:
     return exp
 
 
-def run(argv: list[str]) -> int:
-    args = make_parser().parse_intermixed_args(argv)
-    if args.workers < 0 or args.eval_batch_size < 1 or args.devices < 1:
-        raise UsageError("--workers must be 0 or more, --eval-batch-size and --devices at least 1")
-    exp = build_exp(args)
-    if relaunch(args.devices, script_path(), argv):
-        return 0
+def options_of(args: argparse.Namespace, argv: list[str]) -> RunOptions:
+    """What the flags say of the run itself."""
     resume, ckpt = args.resume, args.ckpt
     if resume == "" and ckpt:  # the lineage's spelling: --resume -c FILE
         resume, ckpt = ckpt, ""
-    options = RunOptions(
+    return RunOptions(
         device=args.device,
         workers=args.workers,
         eval_batch_size=args.eval_batch_size,
         experiment_name=args.experiment_name,
         ckpt=ckpt,
         resume=resume,
-        command=shlex.join([Path(sys.argv[0]).name, *argv]),
+        command=command_of(argv),
     )
+
+
+def rerun_of(args: argparse.Namespace, argv: list[str]) -> tuple[Exp, RunOptions]:
+    """The exp and the options of an earlier run, for a new one."""
+    free = {"rerun", "experiment_name", "output", "dry_run"}
+    defaults = vars(make_parser().parse_args([]))
+    given = [f"--{name.replace('_', '-')}" for name, value in vars(args).items() if name not in free and value != defaults[name]]
+    if given:
+        raise UsageError(f"--rerun repeats a run as it was: leave out {', '.join(given)} (allowed: -expn, --output, --dry-run)")
+    record = read_record(args.rerun)
+    exp = exp_of_record(record, f"rerun of {args.rerun}")
+    if args.output:
+        exp.set("output_dir", args.output, "command line")
+    options = RunOptions(**{**record["options"], "experiment_name": args.experiment_name, "command": command_of(argv)})
+    return exp, options
+
+
+def command_of(argv: list[str]) -> str:
+    return shlex.join([Path(sys.argv[0]).name, *argv])
+
+
+def run(argv: list[str]) -> int:
+    args = make_parser().parse_intermixed_args(argv)
+    if args.workers < 0 or args.eval_batch_size < 1 or args.devices < 1:
+        raise UsageError("--workers must be 0 or more, --eval-batch-size and --devices at least 1")
+    exp, options = rerun_of(args, argv) if args.rerun else (build_exp(args), options_of(args, argv))
+    code = relaunch(args.devices, script_path(), argv)
+    if code is not None:
+        return code
     trainer = Trainer(exp, options)
     if args.dry_run:
         losses = trainer.dry_run()

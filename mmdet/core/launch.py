@@ -38,7 +38,7 @@ def describe_device(device: torch.device) -> str:
 def usable_amp(amp: str, device: torch.device) -> str:
     """The precision that works on the device: fp16, with its scaled gradients, needs CUDA."""
     if amp == "fp16" and device.type != "cuda":
-        logger.warning(f"amp=fp16 works on CUDA only: training on {device.type} in float32 (amp=bf16 works here too)")
+        logger.warning(f"amp=fp16 works on CUDA only: on {device.type} the forward pass is in float32 (amp=bf16 works here)")
         return "off"
     return amp
 
@@ -52,19 +52,24 @@ def init_process_group(device: torch.device) -> None:
         dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
 
 
-def relaunch(devices: int, script: str, argv: list[str]) -> bool:
-    """Starts ``devices`` processes of this command through torch's own launcher and waits for them.
+def relaunch(devices: int, script: str, argv: list[str]) -> int | None:
+    """Starts ``devices`` processes of this command through torch's own launcher, waits for them and returns the exit code.
 
-    Returns False, having done nothing, when one process is wanted or this already is one of several.
+    Returns None, having done nothing, when one process is wanted or this already is one of several.
     """
     if devices <= 1 or "LOCAL_RANK" in os.environ:
-        return False
+        return None
     if devices > torch.cuda.device_count() > 0:
         raise UsageError(f"-d {devices}: this machine has {torch.cuda.device_count()} CUDA devices")
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    torchrun(["--standalone", f"--nproc-per-node={devices}", script, *argv])
-    return True
+    try:
+        torchrun(["--standalone", f"--nproc-per-node={devices}", script, *argv])
+    except ChildFailedError as error:  # the processes have said what was wrong
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 1
+    return 0
 
 
 def strip_local_rank(argv: list[str]) -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 from loguru import logger
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -24,6 +27,7 @@ class Recorder:
 
     def open(self, run_dir: Path) -> None:
         if self.speaks:
+            self._run_dir = run_dir
             self._writer = MetricsWriter(run_dir)
 
     def start_epoch(self, epoch: int, max_epoch: int, steps: int, done: int) -> None:
@@ -78,6 +82,19 @@ class Recorder:
         board = {f"val/{name}": value for name, value in metrics.items()}
         board |= {f"val/AP/{name}": row["AP"] for name, row in per_class.items() if "AP" in row}
         self._writer.scalars(step, board)
+
+    def pictures(self, name: str, step: int, images: Sequence[np.ndarray]) -> None:
+        """A picture for people: in TensorBoard, and the newest as ``<name>.jpg`` in the run folder.
+
+        ``images``: (H, W, 3) uint8 RGB each, put below each other.
+        """
+        if self._writer is None or not images:
+            return
+        width = max(image.shape[1] for image in images)
+        rows = [np.pad(i, ((0, 4), (0, width - i.shape[1]), (0, 0)), constant_values=255) for i in images]
+        picture = np.concatenate(rows)
+        self._writer.board.add_image(name, picture, step, dataformats="HWC")
+        cv2.imencode(".jpg", picture[..., ::-1])[1].tofile(self._run_dir / f"{name}.jpg")
 
     def close(self) -> None:
         self.stop_bar()

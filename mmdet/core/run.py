@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import json
 import platform
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torchvision
 
 from mmdet.core.distributed import broadcast_object
-from mmdet.errors import CheckpointError
+from mmdet.errors import CheckpointError, UsageError
+
+RECORD, EXP_COPY = "run.json", "exp.py"
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,30 @@ def checkpoint_candidates(run_dir: Path) -> list[Path]:
     """The run's full checkpoints that could be resumed, newest first."""
     files = [p for p in (run_dir / "last.pth", *run_dir.glob("epoch_*.pth")) if p.is_file()]
     return sorted(files, key=lambda p: (p.name == "last.pth", p.stat().st_mtime), reverse=True)
+
+
+def write_record(run_dir: Path, exp_state: Mapping[str, Any], options: RunOptions) -> None:
+    """``run.json`` and a copy of the exp file: what ``--rerun`` needs to start the same run again."""
+    kept = {k: v for k, v in asdict(options).items() if k not in ("resume", "experiment_name")}
+    record = {"exp": exp_state, "options": kept, "versions": versions(), "commit": git_commit()}
+    (run_dir / RECORD).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    source = Path(exp_state["file"])
+    if source.is_file():
+        (run_dir / EXP_COPY).write_bytes(source.read_bytes())
+
+
+def read_record(run_dir: str | Path) -> dict[str, Any]:
+    """The record of a run; its exp file is the original, or the run's copy where that was moved or changed since."""
+    path = Path(run_dir) / RECORD
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        source, copy = Path(record["exp"]["file"]), path.parent / EXP_COPY
+        record["exp"]["values"], record["options"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--rerun {run_dir}: expected a run folder with a readable {RECORD} ({error})") from error
+    if copy.is_file() and not (source.is_file() and source.read_bytes() == copy.read_bytes()):
+        record["exp"]["file"] = str(copy)
+    return record
 
 
 def versions() -> dict[str, str]:

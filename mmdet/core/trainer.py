@@ -21,6 +21,7 @@ from mmdet.core.recorder import Recorder
 from mmdet.core.saver import Saver
 from mmdet.errors import UsageError
 from mmdet.exp.base import Exp
+from mmdet.exp.load import exp_state
 
 
 class Trainer:
@@ -92,6 +93,7 @@ class Trainer:
         self.meter, self.eta = meter.Meter(), meter.Eta()
         self.recorder = Recorder(self.rank == 0, self.options.progress)
         self.batches = None
+        self._facts: dict[str, Any] = {}
 
     # -- the run --------------------------------------------------------------------------------------------------------
 
@@ -169,6 +171,8 @@ class Trainer:
         start = meter.now()
         batch = next(self.batches)
         data_time = meter.now() - start
+        if self.step == self._first_step:
+            self.recorder.pictures("training_images", self.step, self.exp.training_pictures(batch))
 
         factor = self.lr_factor(self.step)
         for group in self.optimizer.param_groups:
@@ -250,6 +254,7 @@ class Trainer:
         for line in self.exp.evaluation_lines(evaluation):
             logger.info(line)
         self.recorder.evaluation(self.step, epoch + 1, evaluation.metrics, evaluation.per_class)
+        self.recorder.pictures("predictions", self.step, self.exp.evaluation_pictures(evaluation))
         improved = value == value and (self.best["value"] is None or value > self.best["value"])
         if improved:
             self.best = {"metric": metric, "value": float(value), "epoch": epoch + 1}
@@ -275,12 +280,15 @@ class Trainer:
         if self.rank == 0:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             open_log_file(self.run_dir / "train_log.txt")
+            if self.options.resume is None:
+                run.write_record(self.run_dir, exp_state(self.exp), self.options)
             self.recorder.open(self.run_dir)
         logger.info(f"run folder: {self.run_dir}")
 
     # -- small things ---------------------------------------------------------------------------------------------------
 
     def _open_batches(self) -> Any:
+        self._first_step = self.step
         return iter(self.exp.get_prefetcher(self.loader.batches(start_step=self.step), self.device))
 
     def _call(self, name: str) -> None:

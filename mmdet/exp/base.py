@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, get_type_hints
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -92,6 +93,11 @@ class Exp:
     @classmethod
     def field_names(cls) -> list[str]:
         return list(cls._types)
+
+    @classmethod
+    def field_type(cls, name: str) -> Any:
+        """The annotation of a field."""
+        return cls._types[name]
 
     def values(self) -> dict[str, Any]:
         """Every field with its value: plain data."""
@@ -234,6 +240,14 @@ class Exp:
     def evaluation_lines(self, evaluation: Any) -> list[str]:
         """An evaluation as text for the log."""
         return [", ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items())]
+
+    def training_pictures(self, batch: Any) -> list[np.ndarray]:
+        """What the network is about to be trained on, for a person to look at: (H, W, 3) uint8 RGB."""
+        return []
+
+    def evaluation_pictures(self, evaluation: Any) -> list[np.ndarray]:
+        """Predictions beside truth, for a person to look at: (H, W, 3) uint8 RGB."""
+        return []
 
     def prepare(self) -> None:
         """Called once, before anything is built: the place to look at the data and adopt its classes."""

@@ -18,9 +18,10 @@ from mmdet.data.coco_names import COCO_ALIASES, COCO_NAMES
 from mmdet.data.demo import make_demo
 from mmdet.data.errors import DataError
 from mmdet.data.loader import EvalLoader, TrainDataset, TrainLoader
-from mmdet.data.structures import Batch, Sample
+from mmdet.data.structures import Batch, Detections, Sample, Targets
 from mmdet.errors import UsageError
 from mmdet.evaluators.coco import CocoEvaluator
+from mmdet.evaluators.pictures import draw_comparison, draw_detections
 from mmdet.evaluators.report import format_per_class, format_summary
 from mmdet.exp.base import Exp
 from mmdet.exp.fields import Size
@@ -188,6 +189,22 @@ class DetectionExp(Exp):
     def evaluation_lines(self, evaluation: Any) -> list[str]:
         return [f"\n{format_per_class(evaluation)}", f"\n{format_summary(evaluation)}"]
 
+    def training_pictures(self, batch: Batch) -> list[np.ndarray]:
+        """Up to 16 augmented images of a batch with their boxes, four in a row."""
+        images = batch.images[:16].permute(0, 2, 3, 1).cpu().numpy()
+        if images.dtype != np.uint8:
+            return []
+        drawn = [
+            draw_detections(image, truth, self.label_names(), 0.0, show_scores=False, ignore=ignore)
+            for image, truth, ignore in zip(images, *_truth_of(batch.targets), strict=False)
+        ]
+        blank = np.full_like(drawn[0], 255)
+        drawn += [blank] * (-len(drawn) % min(4, len(drawn)))
+        return [np.concatenate(drawn[i : i + 4], axis=1) for i in range(0, len(drawn), 4)]
+
+    def evaluation_pictures(self, evaluation: Any) -> list[np.ndarray]:
+        return [draw_comparison(sample, self.label_names()) for sample in evaluation.samples]
+
     # -- the rest -------------------------------------------------------------------------------------------------------
 
     def load_pretrained(self, model: torch.nn.Module, source: Any, raw: bool = False) -> LoadReport:
@@ -196,3 +213,11 @@ class DetectionExp(Exp):
 
     def summary_input(self) -> Batch:
         return Batch(torch.zeros((1, 3, *self.test_size), dtype=torch.uint8))
+
+
+def _truth_of(targets: Targets) -> tuple[list[Detections], list[np.ndarray]]:
+    """The targets of each image as detections of score 1, and its ignore regions."""
+    targets = targets.map(lambda t: t.cpu())
+    rows = zip(targets.boxes, targets.labels, targets.valid, strict=True)
+    truth = [Detections(boxes[valid], torch.ones(int(valid.sum())), labels[valid]) for boxes, labels, valid in rows]
+    return truth, [i[i.any(1)].numpy() for i in targets.ignore]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmdet.errors import CheckpointError, UsageError
+from mmdet.exp import fields
 from mmdet.exp.base import COMMAND_LINE, Exp
 from mmdet.exp.fields import nearest
 
@@ -87,6 +88,20 @@ def _exp_class(path: Path) -> type[Exp]:
 def exp_state(exp: Exp) -> dict[str, Any]:
     """What a checkpoint stores of its experiment: plain values."""
     return {"name": exp.exp_name, "file": exp.exp_file, "values": exp.values()}
+
+
+def exp_of_record(record: Mapping[str, Any], origin: str) -> Exp:
+    """The experiment of a run's record, with every value that it had."""
+    exp = get_exp(record["exp"]["file"] or record["exp"]["name"])
+    for name, value in record["exp"]["values"].items():
+        if (
+            name in exp.field_names()
+            and name != "exp_file"
+            and fields.check(name, value, exp.field_type(name)) != getattr(exp, name)
+        ):
+            exp.set(name, value, origin)
+    exp.validate()
+    return exp
 
 
 # Fields that belong to one run or one machine, not to the trained model.

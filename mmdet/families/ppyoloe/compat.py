@@ -1,14 +1,13 @@
 """How published PP-YOLOE files name the tensors of this family's models.
 
 Two layouts exist besides our own, with the same tensors: miemiedetection's ``.pth`` (``yolo_head.`` where we say ``head.``) and
-PaddleDetection's ``.pdparams`` (the same, with Paddle's names of the running statistics and without counters).
+PaddleDetection's ``.pdparams`` (the same, with Paddle's names of the running statistics, and without the norms' batch counters,
+which the loader does not ask for).
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
-
-import torch
 
 from mmdet.core.load_rules import ClassRows, Layout, LoadRules, StateDict
 
@@ -46,10 +45,7 @@ def _rename_miemie(state: StateDict) -> StateDict:
 
 
 def _rename_paddle(state: StateDict) -> StateDict:
-    """Paddle keeps no count of a norm's batches; ours starts at 0 (it is not read where the momentum is fixed)."""
-    renamed = {our_name(torch_name(name)): tensor for name, tensor in state.items()}
-    counters = [n.removesuffix("running_mean") + "num_batches_tracked" for n in renamed if n.endswith(".running_mean")]
-    return renamed | {name: torch.tensor(0) for name in counters}
+    return {our_name(torch_name(name)): tensor for name, tensor in state.items()}
 
 
 LOAD_RULES = LoadRules(
