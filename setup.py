@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-TOOLS = [path.stem for path in sorted((ROOT / "tools").glob("*.py")) if path.stem in ("train", "eval")]
+TOOLS = ("train", "eval")
 
 setup(
     name="mmdet-exp",

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # works from any folder, installed or not
 from loguru import logger
 from torch import nn
 
-from mmdet.core.checkpoint import is_trained_here, read_checkpoint
+from mmdet.core.checkpoint import LoadOptions, is_trained_here, read_checkpoint
 from mmdet.core.cli import Parser, add_exp_arguments, exp_from_arguments, exp_source, run_command
 from mmdet.core.distributed import get_rank, get_world_size, is_main
 from mmdet.core.launch import choose_device, describe_device, init_process_group, relaunch, script_path, usable_amp
@@ -27,6 +27,7 @@ from mmdet.data.errors import DataError
 from mmdet.errors import CheckpointError, UsageError
 from mmdet.evaluators import Evaluation, Results, format_per_class, format_summary, judge_results
 from mmdet.exp import Exp, exp_of_checkpoint
+from mmdet.models.repvgg import deploy
 
 COMMAND_LINE = "command line"
 
@@ -45,6 +46,12 @@ def make_parser() -> Parser:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--amp", default="off", choices=["off", "bf16", "fp16"], help="precision; off is float32")
     parser.add_argument("--raw", action="store_true", help="the raw weights, not their moving average (EMA)")
+    parser.add_argument(
+        "--deploy", action="store_true", help="fold norms and re-parameterise first (the checkpoint stays as it is)"
+    )
+    parser.add_argument(
+        "--trust-checkpoint", action="store_true", help="read files that hold more than tensors: can run code in them"
+    )
     parser.add_argument("--data", default="", help="COCO-format folder, or 'demo'; default: the checkpoint's")
     parser.add_argument("--split", default="val", metavar="val|test|NAME", help="annotations/instances_NAME*.json")
     parser.add_argument("--json", default="", metavar="FILE", help="write metrics and per_class there")
@@ -63,7 +70,7 @@ def run(argv: list[str]) -> int:
     if args.detections:
         evaluation, about = judge_file(args)
     else:
-        content = read_checkpoint(args.ckpt) if args.ckpt else None
+        content = read_checkpoint(args.ckpt, args.trust_checkpoint) if args.ckpt else None
         exp = build_exp(args, content)
         code = relaunch(args.devices, script_path(), argv)
         if code is not None:
@@ -102,6 +109,7 @@ def check_detections_arguments(args: argparse.Namespace) -> None:
         "--nms": args.nms is not None,
         "--amp": args.amp != "off",
         "--save-detections": args.save_detections,
+        "--deploy": args.deploy,
         "-d": args.devices > 1,
         " ".join(args.overrides): args.overrides,
     }
@@ -161,6 +169,8 @@ def judge_model(args: argparse.Namespace, exp: Exp, content: Mapping[str, Any] |
     seed_everything(exp.seed, 0, 0)  # fresh weights, where there are any, are the same on all ranks
     model = exp.get_model()
     weights, step = load_weights(args, exp, model, content)
+    if args.deploy:
+        model, weights = deploy(model), f"deployed {weights}"
     evaluator = exp.get_evaluator(
         split=args.split,
         batch_size=args.batch_size,
@@ -199,7 +209,7 @@ def load_weights(
         return "freshly initialised", None
     if args.raw and content.get("weights") == "ema":
         raise CheckpointError(f"{args.ckpt} holds EMA weights only; the raw ones are in last.pth and best.pth of the same run")
-    report = exp.load_pretrained(model, args.ckpt, raw=args.raw)
+    report = exp.load_pretrained(model, args.ckpt, LoadOptions(raw=args.raw, trust=args.trust_checkpoint))
     fresh = [*report.missing, *report.reinitialized]
     if fresh:
         logger.info(f"{report}")

@@ -16,7 +16,7 @@ from mmdet.core.cli import Parser, add_exp_arguments, exp_from_arguments, run_co
 from mmdet.core.launch import relaunch, script_path
 from mmdet.core.run import RunOptions, read_record
 from mmdet.core.trainer import Trainer
-from mmdet.errors import UsageError
+from mmdet.errors import CheckpointError, UsageError
 from mmdet.exp import Exp
 from mmdet.exp.load import exp_of_record
 
@@ -28,6 +28,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--resume", nargs="?", const="", help="continue a run: a checkpoint file; without one the newest run of the exp"
     )
+    add_load_arguments(parser)
     parser.add_argument("-b", "--batch-size", type=int, help="images per step over all devices")
     parser.add_argument("--eval-batch-size", type=int, default=8, help="images per step in evaluation")
     parser.add_argument("-d", "--devices", type=int, default=1, help="processes, one per device")
@@ -45,6 +46,35 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--dry-run", action="store_true", help="build everything, do one step, write nothing")
     return parser
+
+
+def add_load_arguments(parser: Parser) -> None:
+    """What is taken of the file that -c names."""
+    parser.add_argument("--raw", action="store_true", help="its raw weights, not their moving average (EMA)")
+    parser.add_argument(
+        "--load-map",
+        action="append",
+        default=[],
+        metavar="PATTERN=REPLACEMENT",
+        help="replace this regular expression in its tensors' names; can be given again",
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave out tensors with this regular expression in their name; can be given again",
+    )
+    parser.add_argument(
+        "--trust-checkpoint", action="store_true", help="read files that hold more than tensors: can run code in them"
+    )
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    limits = (("--workers", args.workers, 0), ("--eval-batch-size", args.eval_batch_size, 1), ("-d", args.devices, 1))
+    for flag, value, least in limits:
+        if value < least:
+            raise UsageError(f"{flag} {value}: expected at least {least}")
 
 
 def build_exp(args: argparse.Namespace) -> Exp:
@@ -75,15 +105,28 @@ def options_of(args: argparse.Namespace, argv: list[str]) -> RunOptions:
     resume, ckpt = args.resume, args.ckpt
     if resume == "" and ckpt:  # the lineage's spelling: --resume -c FILE
         resume, ckpt = ckpt, ""
-    return RunOptions(
+    if resume and ckpt:
+        raise UsageError(f"--resume {resume} goes on with a run, -c {ckpt} starts a new one from its weights: give one of them")
+    if ckpt and not Path(ckpt).is_file():
+        raise CheckpointError(f"-c {ckpt}: no such file")
+    patterns = [f"--load-map {word}" for word in args.load_map] + [f"--ignore {word}" for word in args.ignore]
+    if resume is not None and (args.raw or patterns):
+        raise UsageError(f"--resume takes the whole state of a run: leave out {(patterns + ['--raw'])[0]}")
+    options = RunOptions(
         device=args.device,
         workers=args.workers,
         eval_batch_size=args.eval_batch_size,
         experiment_name=args.experiment_name,
         ckpt=ckpt,
         resume=resume,
+        raw=args.raw,
+        trust_checkpoint=args.trust_checkpoint,
+        load_map=args.load_map,
+        ignore=args.ignore,
         command=command_of(argv),
     )
+    options.load_options()  # a wrong pattern stops here
+    return options
 
 
 def rerun_of(args: argparse.Namespace, argv: list[str]) -> tuple[Exp, RunOptions]:
@@ -107,8 +150,9 @@ def command_of(argv: list[str]) -> str:
 
 def run(argv: list[str]) -> int:
     args = make_parser().parse_intermixed_args(argv)
-    if args.workers < 0 or args.eval_batch_size < 1 or args.devices < 1:
-        raise UsageError("--workers must be 0 or more, --eval-batch-size and --devices at least 1")
+    if "=" in (args.resume or "") and not Path(args.resume).exists():  # argparse took the first field for the optional FILE
+        args.overrides, args.resume = [args.resume, *args.overrides], ""
+    check_numbers(args)
     exp, options = rerun_of(args, argv) if args.rerun else (build_exp(args), options_of(args, argv))
     code = relaunch(args.devices, script_path(), argv)
     if code is not None:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from mmdet.core.launch import strip_local_rank
-from mmdet.core.logger import setup_logging
+from mmdet.core.logger import describe_error, setup_logging
 from mmdet.errors import UsageError, UserError
 from mmdet.exp import Exp, get_exp
 from mmdet.exp.load import shipped_names
@@ -25,10 +25,10 @@ class Parser(argparse.ArgumentParser):
 def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit code: 0, 2 for what the user can mend, 3 for non-finite training, 1 for the
     rest, 130 for Ctrl-C. The error is the last line."""
-    words = strip_local_rank(list(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
     setup_logging(int(os.environ.get("RANK", 0)))
     try:
-        return main(words) or 0
+        return main(strip_local_rank(words)) or 0
     except UserError as error:
         if not getattr(error, "reported", False):
             print(f"error: {error}", file=sys.stderr)  # noqa: T201
@@ -40,7 +40,7 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
     except Exception as error:
         if not getattr(error, "reported", False):
             traceback.print_exc()
-            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+            print(f"error: {describe_error(error)}", file=sys.stderr)  # noqa: T201
         return 1
 
 

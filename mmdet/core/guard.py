@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -11,14 +10,22 @@ from mmdet.errors import NonFiniteError
 
 
 def stop_non_finite(
-    losses: dict[str, Tensor], norms: dict[str, Tensor], lrs: dict[str, float], where: str, image_ids: Sequence[Any]
+    where: str,
+    losses: dict[str, Tensor],
+    norms: dict[str, Tensor],
+    lrs: dict[str, float],
+    images: Sequence[str],
+    cause: NonFiniteError | None = None,
 ) -> None:
-    """Raises a NonFiniteError that says where, each loss term, gradient norms, learning rates and the batch's images."""
+    """Raises a NonFiniteError that says where, each loss term, gradient norms, learning rates and the batch's images.
+
+    ``cause``: what a criterion said of predictions that it could not use; there are no losses then.
+    """
     terms = ", ".join(f"{name} {float(value):.6g}" for name, value in losses.items())
     gradients = ", ".join(f"{name} {float(value):.6g}" for name, value in norms.items())
     rates = ", ".join(f"{name} {value:.6g}" for name, value in lrs.items())
+    what = str(cause) if cause else f"losses {terms}; gradient norms {gradients}"
     raise NonFiniteError(
-        f"training became non-finite at {where}: losses {terms}; gradient norms {gradients or 'not computed'}; lr {rates}; "
-        f"image ids {list(image_ids)}. Nothing was saved since the last checkpoint. Look at these images, or lower the "
-        "learning rate (basic_lr_per_img=...), or clip gradients (clip_norm=10)."
-    )
+        f"training became non-finite at {where}: {what}; lr {rates}; images {', '.join(images)}. Nothing was saved since the last "
+        "checkpoint. Look at these images, or lower the learning rate (basic_lr_per_img=...), or clip gradients (clip_norm=10)."
+    ) from cause

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mmdet.core.files import link_atomic
+
 if TYPE_CHECKING:
     from mmdet.core.trainer import Trainer
 
@@ -20,3 +22,24 @@ class Hook:
     def on_epoch_end(self, trainer: Trainer) -> None: ...
 
     def on_train_end(self, trainer: Trainer) -> None: ...
+
+
+class KeepCheckpoint(Hook):
+    """Keeps the full state after ``epochs_done`` epochs as ``file_name`` in the run folder, whatever comes later.
+
+    A run that was killed before it could do so does it when it is resumed there.
+    """
+
+    def __init__(self, epochs_done: int, file_name: str) -> None:
+        self.epochs_done, self.file_name = epochs_done, file_name
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        if trainer.resumption is not None and not (trainer.run_dir / self.file_name).exists():
+            self._keep(trainer, trainer.resumption.path.name)
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        self._keep(trainer, "last.pth")
+
+    def _keep(self, trainer: Trainer, source: str) -> None:
+        if trainer.rank == 0 and trainer.step == self.epochs_done * trainer.loader.steps_per_epoch:
+            link_atomic(trainer.run_dir / source, trainer.run_dir / self.file_name)

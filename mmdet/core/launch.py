@@ -45,7 +45,14 @@ def usable_amp(amp: str, device: torch.device) -> str:
 
 def init_process_group(device: torch.device) -> None:
     """Joins the processes that ``torchrun`` started; a single process needs nothing."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+    world = os.environ.get("WORLD_SIZE", "1")
+    if int(world) > 1 and not dist.is_initialized():
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise UsageError(
+                f"WORLD_SIZE={world} in the environment means {world} processes, but {', '.join(missing)} not: start them "
+                f"with -d {world} or `torchrun --nproc-per-node={world} SCRIPT ...`, or unset WORLD_SIZE for a single process"
+            )
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -77,7 +84,10 @@ def strip_local_rank(argv: list[str]) -> list[str]:
     kept = []
     for word in argv:
         if word.startswith(("--local_rank=", "--local-rank=")):
-            os.environ.setdefault("LOCAL_RANK", word.split("=", 1)[1])
+            rank = word.split("=", 1)[1]
+            if not rank.isdecimal():
+                raise UsageError(f"{word}: expected the number of a process, from 0")
+            os.environ.setdefault("LOCAL_RANK", rank)
         else:
             kept.append(word)
     return kept

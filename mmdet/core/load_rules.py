@@ -21,11 +21,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class ClassRows:
-    """Tensors whose dim 0 holds class rows: ``groups`` blocks of ``per_group_extra + C`` rows, the class rows last."""
+    """Tensors whose dim 0 holds class rows: ``lead`` rows that stand alone, then ``groups`` blocks of ``per_group_extra + C``
+    rows, the class rows last."""
 
     pattern: str  # regular expression that the whole state_dict key must match
     groups: int = 1
     per_group_extra: int = 0
+    lead: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from rich.console import Console
 from mmdet.errors import UserError
 
 FORMAT = "{time:HH:mm:ss} | {level: <7} | {message}"
+_LONGEST_ERROR = 1000  # characters; some errors list every tensor of a model
 
 
 class _Buffer:
@@ -99,10 +100,19 @@ def report_failure(error: BaseException, where: str, run_dir: Path | None) -> No
         log_file_only(trace)
     else:
         logger.error(f"\n{trace}")
-    what = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+    what = "interrupted" if isinstance(error, KeyboardInterrupt) else describe_error(error)
     folder = f"; log: {run_dir / 'train_log.txt'}" if run_dir else ""
     logger.error(f"stopped at {where}: {what}{folder}")
     error.reported = True
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and message; on one line where a traceback is shown as well (UserErrors may list things line by line)."""
+    text = str(error)
+    if not isinstance(error, UserError):
+        text = " ".join(text.split())
+        text = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}…"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class MetricsWriter:

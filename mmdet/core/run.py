@@ -6,7 +6,7 @@ import datetime
 import json
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torchvision
 
 from mmdet.core.distributed import broadcast_object
+from mmdet.core.weights import LoadOptions
 from mmdet.errors import CheckpointError, UsageError
 
 RECORD, EXP_COPY = "run.json", "exp.py"
@@ -30,8 +31,14 @@ class RunOptions:
     ckpt: str = ""  # fine-tune from this file
     resume: str | None = None  # continue: a file, or "" for the newest run of this exp
     raw: bool = False  # take a file's raw weights, not its EMA's
+    trust_checkpoint: bool = False  # unpickle anything in a file
+    load_map: Sequence[str] = ()  # PATTERN=REPLACEMENT for names of the file to fine-tune from
+    ignore: Sequence[str] = ()  # patterns of tensors to leave out when fine-tuning
     command: str = ""  # as the user typed it
     progress: bool = True  # a progress bar where there is a terminal
+
+    def load_options(self) -> LoadOptions:
+        return LoadOptions(self.raw, self.trust_checkpoint, tuple(self.load_map), tuple(self.ignore))
 
 
 def new_run_dir(exp_dir: Path, name: str) -> Path:
@@ -55,7 +62,7 @@ def newest_run(exp_dir: Path, name: str = "") -> Path:
 
 def checkpoint_candidates(run_dir: Path) -> list[Path]:
     """The run's full checkpoints that could be resumed, newest first."""
-    files = [p for p in (run_dir / "last.pth", *run_dir.glob("epoch_*.pth")) if p.is_file()]
+    files = [p for p in (run_dir / "last.pth", run_dir / "best.pth", *run_dir.glob("epoch_*.pth")) if p.is_file()]
     return sorted(files, key=lambda p: (p.name == "last.pth", p.stat().st_mtime), reverse=True)
 
 

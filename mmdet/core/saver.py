@@ -16,20 +16,24 @@ class Saver:
         self.run_dir, self.keep = run_dir, keep
         self._last_is_epoch = last_is_epoch  # epochs done in the present last.pth, where it stands at an epoch's end
 
-    def save_last(self, payload: Mapping[str, Any], epochs_done: int | None) -> None:
-        """``epochs_done`` is None inside an epoch. The last.pth of the epoch before is kept as ``epoch_NNN.pth``."""
+    def save_last(self, payload: Mapping[str, Any], epochs_done: int | None, best: bool = False) -> None:
+        """``epochs_done`` is None inside an epoch. The last.pth of the epoch before is kept as ``epoch_NNN.pth``.
+
+        ``best``: it is the best so far, and ``best.pth`` as well. That is written first: a run killed in between does the epoch
+        again, while a last.pth that knows of a better best.pth than there is could not be mended.
+        """
         last = self.run_dir / "last.pth"
         if self._last_is_epoch is not None and last.is_file() and self.keep:
             link_atomic(last, self.run_dir / f"epoch_{self._last_is_epoch:03d}.pth")
-        save_atomic(payload, last)
+        if best:
+            save_atomic(payload, self.run_dir / "best.pth")
+            link_atomic(self.run_dir / "best.pth", last)
+        else:
+            save_atomic(payload, last)
         self._last_is_epoch = epochs_done
-        earlier = sorted(self.run_dir.glob("epoch_*.pth"))
+        earlier = sorted(self.run_dir.glob("epoch_*.pth"), key=lambda p: (p.stat().st_mtime_ns, p.name))
         for path in earlier[: max(len(earlier) - self.keep, 0)]:
             path.unlink()
-
-    def save_best(self) -> None:
-        """``best.pth`` becomes what ``last.pth`` is now."""
-        link_atomic(self.run_dir / "last.pth", self.run_dir / "best.pth")
 
     def save_weights(self, payload: Mapping[str, Any]) -> None:
         save_atomic(payload, self.run_dir / "weights.pth")

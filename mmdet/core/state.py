@@ -1,18 +1,21 @@
-"""What a checkpoint holds of a Trainer, and how a Trainer goes on from it."""
+"""What a checkpoint holds of a Trainer."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from mmdet.core import checkpoint, run
-from mmdet.errors import CheckpointError
+from mmdet.core import run
+from mmdet.errors import UsageError
 from mmdet.exp.load import exp_state
 
 if TYPE_CHECKING:
     from mmdet.core.trainer import Trainer
+
+DATA_SEED = 0
 
 
 def training_state(trainer: Trainer) -> dict[str, Any]:
@@ -28,6 +31,7 @@ def training_state(trainer: Trainer) -> dict[str, Any]:
         "position": trainer.step % trainer.loader.steps_per_epoch,
         "best": dict(trainer.best),
         **identity(trainer),
+        "conditions": trainer.conditions,
     }
 
 
@@ -45,42 +49,37 @@ def identity(trainer: Trainer) -> dict[str, Any]:
         "exp": exp_state(exp),
         "overrides": exp.override_words,
         "class_names": list(exp.label_names()),
-        "data_seed": 0,
+        "data_seed": DATA_SEED,
         "versions": run.versions(),
     }
 
 
-def resume(trainer: Trainer) -> Path:
-    """Restores everything from the file that the options name, strictly; returns the folder in which the run goes on."""
-    path = _resume_file(trainer)
-    saved = checkpoint.read_checkpoint(path)
-    lacking = [key for key in checkpoint.FULL_STATE if key not in saved]
-    if lacking:
-        raise CheckpointError(
-            f"--resume {path}: the file has no {', '.join(lacking)}, it holds weights only. Fine-tune from it with -c {path}"
-        )
-    if (saved["ema"] is None) != (trainer.ema is None):
-        raise CheckpointError(
-            f"--resume {path}: the file was trained with ema={saved['ema'] is not None}, this run has ema={trainer.exp.ema}"
-        )
-    try:
-        trainer.model.load_state_dict(saved["model"])
-        trainer.optimizer.load_state_dict(saved["optimizer"])
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"--resume {path}: the file belongs to another model: {error}") from error
-    fresh = {g["name"]: g for g in trainer.exp.get_optimizer(trainer.model).param_groups}
-    for group in trainer.optimizer.param_groups:  # the exp decides the rates, the file holds the buffers
-        group.update({k: fresh[group["name"]][k] for k in ("base_lr", "weight_decay")})
-    trainer.scaler.load_state_dict(saved["scaler"])
-    if trainer.ema is not None:
-        trainer.ema.load_state_dict(saved["ema"])
-    trainer.step, trainer.best = int(saved["step"]), dict(saved["best"])
-    logger.info(f"resumed from {path}: {trainer.step} steps done, best {trainer.best}")
-    return path.parent
+def conditions(trainer: Trainer) -> dict[str, Any]:
+    """What a resume must find as it was, besides the fields of the exp, and some things that it only mentions."""
+    exp_file = Path(trainer.exp.exp_file)
+    source = exp_file.read_bytes() if exp_file.is_file() else b""
+    return {
+        "data": trainer.exp.data_facts(),
+        "steps_per_epoch": trainer.loader.steps_per_epoch,
+        "precision": trainer.amp,
+        "optimizer": type(trainer.optimizer).__name__,
+        "device": trainer.device.type,
+        "world": trainer.world,
+        "exp_file": hashlib.blake2b(source, digest_size=8).hexdigest(),
+    }
 
 
-def _resume_file(trainer: Trainer) -> Path:
-    if trainer.options.resume:
-        return Path(trainer.options.resume)
-    exp_dir = Path(trainer.exp.output_dir) / trainer.exp.exp_name
-    return run.checkpoint_candidates(run.newest_run(exp_dir, trainer.options.experiment_name))[0]
+def load_start(trainer: Trainer) -> None:
+    """The weights that training starts from: the file of ``-c``, else that of ``pretrained_backbone``; a resume needs neither."""
+    exp, options = trainer.exp, trainer.options
+    if options.resume is not None:
+        return
+    if options.ckpt:
+        logger.info(f"fine-tuning from {exp.load_pretrained(trainer.model, options.ckpt, options.load_options())}")
+        if exp.pretrained_backbone:
+            logger.info(f"pretrained_backbone={exp.pretrained_backbone} is not read: -c {options.ckpt} replaces it")
+    elif exp.pretrained_backbone:
+        report = exp.load_backbone(trainer.model, exp.pretrained_backbone, options.load_options())
+        logger.info(f"pretrained backbone from {report}")
+    elif options.raw or options.load_map or options.ignore:
+        raise UsageError("--raw, --load-map and --ignore choose what is taken of a file: give one with -c")

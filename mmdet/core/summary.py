@@ -71,13 +71,13 @@ def render(table: Table) -> str:
 
 
 def plain_table(title: str, columns: list[str], rows: list[list[Any]]) -> str:
-    table = Table(title=title, title_justify="left", show_edge=False, box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(show_edge=False, box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
         numeric = all(_is_number(row[i]) for row in rows)
         table.add_column(column, overflow="fold", justify="right" if numeric else "left")
     for row in rows:
         table.add_row(*(str(cell).replace("[", "\\[") for cell in row))
-    return render(table)
+    return f"{title}\n{render(table)}"  # rich would wrap a title to the width of the columns
 
 
 def _is_number(cell: Any) -> bool:

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from mmdet.core import guard, meter, run, state, summary
 from mmdet.core.distributed import get_rank, get_world_size, mean_scalars
+from mmdet.core.files import remove_leftovers
 from mmdet.core.freeze import apply_frozen, train_mode
 from mmdet.core.launch import choose_device, init_process_group, usable_amp
 from mmdet.core.logger import close_log_file, keep_for_log_file, open_log_file, report_failure
 from mmdet.core.recorder import Recorder
+from mmdet.core.resume import open_resume, restore
 from mmdet.core.saver import Saver
-from mmdet.errors import UsageError
+from mmdet.errors import NonFiniteError, UsageError
 from mmdet.exp.base import Exp
 from mmdet.exp.load import exp_state
 
@@ -39,6 +41,8 @@ class Trainer:
         init_process_group(self.device)
         self.rank, self.world = get_rank(), get_world_size()
         keep_for_log_file(self.rank)
+        self.resumption = open_resume(exp, self.options)  # a resumed run's own command line says where its data is
+        exp.check_sources()
         self.amp = usable_amp(exp.amp, self.device)
         if exp.batch_size % (self.world * exp.grad_accum):
             raise UsageError(
@@ -51,8 +55,9 @@ class Trainer:
         self.step, self.best = 0, {"metric": exp.best_metric, "value": None, "epoch": None}
         self.run_dir: Path | None = None
         self._build()
-        if self.options.resume is not None:
-            self.run_dir = state.resume(self)
+        if self.resumption is not None:
+            self.run_dir = self.resumption.path.parent
+            restore(self, self.resumption)
 
     def _build(self) -> None:
         """The order is fixed: each line needs the ones before it (an optimizer made before SyncBN or ``.to`` would hold other
@@ -61,8 +66,7 @@ class Trainer:
         self.loader = exp.get_train_loader(workers=self.options.workers, rank=self.rank, world=self.world)
         seed_everything(exp.seed, 0, 0)  # the same fresh weights on all ranks
         self.model = exp.get_model()
-        if self.options.ckpt:
-            logger.info(f"fine-tuning from {exp.load_pretrained(self.model, self.options.ckpt, raw=self.options.raw)}")
+        state.load_start(self)
         self.model.to(self.device)
         if exp.channels_last:
             self.model.to(memory_format=torch.channels_last)
@@ -89,10 +93,12 @@ class Trainer:
             world=self.world,
             device=self.device,
         )
+        self.conditions = state.conditions(self)
         self.hooks = list(exp.get_hooks())
         self.meter, self.eta = meter.Meter(), meter.Eta()
         self.recorder = Recorder(self.rank == 0, self.options.progress)
         self.batches = None
+        self.stage = ""  # what is being done, in words, for messages
         self._facts: dict[str, Any] = {}
 
     # -- the run --------------------------------------------------------------------------------------------------------
@@ -108,13 +114,14 @@ class Trainer:
     def _at_epoch_end(self) -> bool:
         return self.step > 0 and self.step % self.loader.steps_per_epoch == 0
 
-    def where(self) -> str:
+    def _this_step(self) -> str:
         steps = self.loader.steps_per_epoch
         return f"epoch {self.epoch + 1}/{self.exp.max_epoch} step {self.step % steps + 1}/{steps}"
 
     def train(self) -> dict[str, Any]:
         """Trains to ``max_epoch`` and returns the best metric: {"metric", "value", "epoch"}."""
         summary.log_plan(self)
+        self.stage = "the start of training"
         try:
             self._open_run()
             self._call("on_train_start")
@@ -168,6 +175,7 @@ class Trainer:
             self.ema.start_epoch(self.model, self.epoch)
 
     def _train_step(self) -> None:
+        self.stage = self._this_step()
         start = meter.now()
         batch = next(self.batches)
         data_time = meter.now() - start
@@ -185,7 +193,7 @@ class Trainer:
         for i, (part, weight) in enumerate(parts):
             with self.parallel.sync(is_last=i + 1 == len(parts)):
                 with self._autocast():
-                    out = self.network(part)
+                    out = self._forward(part)
                 self.scaler.scale(out.total * weight).backward()
             for kept, new in ((losses, out.losses), (stats, out.stats)):
                 for name, value in new.items():
@@ -214,9 +222,19 @@ class Trainer:
         watched = list(losses.values()) + ([] if self.scaler.is_enabled() else list(norms.values()))
         flag = torch.isfinite(torch.stack([v.detach().to(self.device).float() for v in watched])).all()
         if not self.parallel.all_finite(flag):
-            lrs = {g["name"]: g["lr"] for g in self.optimizer.param_groups}
-            image_ids = batch.image_ids if hasattr(batch, "image_ids") else []
-            guard.stop_non_finite(losses, norms, lrs, f"{self.where()} (iteration {self.step})", image_ids)
+            self._stop(losses, norms, batch)
+
+    def _forward(self, part: Any) -> Any:
+        """The losses of a micro-batch; a criterion may find that predictions are not finite before there are losses."""
+        try:
+            return self.network(part)
+        except NonFiniteError as error:
+            self._stop({}, {}, part, error)
+
+    def _stop(self, losses: dict, norms: dict, batch: Any, cause: NonFiniteError | None = None) -> None:
+        lrs = {g["name"]: g["lr"] for g in self.optimizer.param_groups}
+        images = self.exp.name_images(batch.image_ids) if hasattr(batch, "image_ids") else []
+        guard.stop_non_finite(f"{self.stage} (iteration {self.step + 1})", losses, norms, lrs, images, cause)
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         if self.amp == "off":
@@ -242,6 +260,7 @@ class Trainer:
         return module
 
     def _evaluate(self, epoch: int) -> bool:
+        self.stage = f"the evaluation after epoch {epoch + 1}/{self.exp.max_epoch}"
         start = meter.now()
         kind = "raw" if self.ema is None else "EMA"
         logger.info(f"evaluating the {kind} weights of step {self.step} in float32")
@@ -267,18 +286,22 @@ class Trainer:
     def _save(self, epochs_done: int | None, improved: bool = False) -> None:
         if self.rank != 0:
             return
-        self.saver.save_last(state.training_state(self), epochs_done)
-        if improved:
-            self.saver.save_best()
         if improved or self.best["value"] is None:
             self.saver.save_weights(state.judged_weights(self))
+        self.saver.save_last(state.training_state(self), epochs_done, best=improved)
 
     def _open_run(self) -> None:
         if self.run_dir is None:
             self.run_dir = run.new_run_dir(Path(self.exp.output_dir) / self.exp.exp_name, self.options.experiment_name)
-        self.saver = Saver(self.run_dir, self.exp.keep_checkpoints, self.epoch if self._at_epoch_end() else None)
+        in_last = self.epoch if self._at_epoch_end() and self.resumption.is_last else None
+        self.saver = Saver(self.run_dir, self.exp.keep_checkpoints, in_last)
         if self.rank == 0:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                reason = f"cannot be made ({error.strerror}): name another with --output"
+                raise UsageError(f"run folder {self.run_dir} {reason}") from error
+            remove_leftovers(self.run_dir)
             open_log_file(self.run_dir / "train_log.txt")
             if self.options.resume is None:
                 run.write_record(self.run_dir, exp_state(self.exp), self.options)
@@ -323,7 +346,7 @@ class Trainer:
 
     def _report(self, error: BaseException) -> None:
         self.recorder.stop_bar()
-        report_failure(error, self.where(), self.run_dir)
+        report_failure(error, self.stage, self.run_dir if self.run_dir and self.run_dir.is_dir() else None)
 
     def close(self) -> None:
         self.recorder.close()

@@ -64,7 +64,7 @@ def _decode(data: bytes, flags: int, path: str | Path) -> np.ndarray:
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     except cv2.error as error:
-        raise DataError(f"image file {path} cannot be decoded: {error}") from error
+        raise DataError(f"image file {path} cannot be decoded: {' '.join(str(error).split())}") from error
     if image is None:
         raise DataError(f"image file {path} is no image that OpenCV can read: it starts with {data[:12]!r}")
     return image

@@ -6,11 +6,13 @@ B is the total batch over all ranks; N the number of training images.
 from __future__ import annotations
 
 import math
+import multiprocessing
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import cv2
 import numpy as np
@@ -23,7 +25,15 @@ from mmdet.data.structures import Batch, Sample, SampleKey
 
 
 class SampleError(RuntimeError):
-    """Code that makes samples failed; the message ends with the original error, the file, the epoch and the step."""
+    """Code that makes samples failed: the message has the original error, the file, the epoch and the iteration. The traceback
+    of where it happened, perhaps in a worker process, is its cause."""
+
+
+class _WorkerTraceback(Exception):  # noqa: N818
+    """Carries a traceback, as text, from another process into the chain of an exception."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 class TrainDataset(Dataset):
@@ -55,6 +65,19 @@ def epoch_order(num_samples: int, epoch: int, seed: int, data_seed: int, total: 
     return np.concatenate(orders)
 
 
+class BatchPlan(Protocol):
+    """Which samples make a batch and how large its tensor is, where that depends on the images themselves. Both are pure
+    functions: of the annotation index, the seeds and their arguments, equal on all ranks."""
+
+    def order(self, epoch: int, total: int) -> np.ndarray:
+        """(total,) int64 indices, batch after batch: every sample once, then as many again as ``total`` asks for."""
+        ...
+
+    def size(self, epoch: int, first: int, indices: np.ndarray) -> tuple[int, int]:
+        """(H, W) px of the batch of all ranks that begins at position ``first`` of the epoch with samples ``indices`` (B,)."""
+        ...
+
+
 class BatchKey(NamedTuple):
     """The samples of one batch (of one rank), in order."""
 
@@ -76,8 +99,8 @@ class _Failure:
 class _Batches(Dataset):
     """Batches by ``BatchKey``: loads, collates, and says which sample failed."""
 
-    def __init__(self, samples, collate: Callable, path_of: Callable) -> None:
-        self.samples, self.collate, self.path_of = samples, collate, path_of
+    def __init__(self, samples, collate: Callable, path_of: Callable, training: bool) -> None:
+        self.samples, self.collate, self.path_of, self.training = samples, collate, path_of, training
 
     def __getitem__(self, batch: BatchKey) -> Batch | _Failure:
         key = None
@@ -88,18 +111,24 @@ class _Batches(Dataset):
             key = None
             return self.collate(samples, epoch=batch.epoch, step=batch.step, size=batch.size)
         except Exception as error:
-            where = f"epoch {batch.epoch}, step {batch.step}"
+            where = self._when(batch)
             if key is not None:
                 where = f"image file {self.path_of(key)}, {where}"
             is_data_error = isinstance(error, DataError)
-            message = f"{error} ({where})" if is_data_error else f"{type(error).__name__}: {error} ({where})"
-            return _Failure(is_data_error, message, traceback.format_exc())
+            text = str(error) if is_data_error else f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return _Failure(is_data_error, f"{text} ({where})", traceback.format_exc())
+
+    def _when(self, batch: BatchKey) -> str:
+        """Counted from 1, as in the log; an iteration is a step since the start of training."""
+        if self.training:
+            return f"epoch {batch.epoch + 1}, iteration {batch.step + 1}"
+        return f"evaluation batch {batch.step + 1}"
 
 
 def _raise_failure(failure: _Failure) -> None:
     if failure.is_data_error:
         raise DataError(failure.message)
-    raise SampleError(f"a sample could not be made\n{failure.trace}\n{failure.message}")
+    raise SampleError(failure.message) from _WorkerTraceback(failure.trace)
 
 
 def _init_worker(worker: int) -> None:
@@ -108,6 +137,13 @@ def _init_worker(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
+
+
+def _start_method() -> str | None:
+    """None is Python's default. On Linux workers are forked unless a program chose otherwise: Python 3.14's default there would
+    give each its own copy of the annotations, and cannot send classes that an exp file defines."""
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    return "fork" if chosen is None and sys.platform == "linux" else None
 
 
 def _start(batches: _Batches, keys, workers: int, prefetch: int) -> Iterator:
@@ -120,6 +156,7 @@ def _start(batches: _Batches, keys, workers: int, prefetch: int) -> Iterator:
         prefetch_factor=prefetch if workers else None,
         worker_init_fn=_init_worker,
         pin_memory=torch.cuda.is_available(),
+        multiprocessing_context=_start_method() if workers else None,
         generator=torch.Generator(),
     )
     return iter(loader)
@@ -147,8 +184,8 @@ class _Stream(Iterator):
 class TrainLoader:
     """Endless training batches of ``batch_size`` / ``world`` samples for one rank.
 
-    ``batch_size`` is the total over ranks; ``size_at(step) -> (H, W)`` the size of each batch tensor. Every epoch has
-    ceil(N / B) full steps. Workers live from ``batches`` until ``close`` and are forked or spawned as Python's default says.
+    ``batch_size`` is the total over ranks; ``size_at(step) -> (H, W)`` the size of each batch tensor, unless a ``plan`` decides
+    on it and on the order of the samples. Every epoch has ceil(N / B) full steps. Workers live from ``batches`` until ``close``.
 
     Raises:
         DataError: the training set is empty.
@@ -167,6 +204,7 @@ class TrainLoader:
         data_seed: int = 0,
         collate: Callable = default_collate,
         prefetch: int = 2,  # batches in flight per worker
+        plan: BatchPlan | None = None,
     ) -> None:
         if len(dataset) == 0:
             raise DataError("the training set has no images: check the 'images' list of its annotation file")
@@ -177,8 +215,8 @@ class TrainLoader:
             )
         self.dataset, self.batch_size, self.size_at, self.workers = dataset, batch_size, size_at, workers
         self.rank, self.world, self.seed, self.data_seed = rank, world, seed, data_seed
-        self.prefetch = prefetch
-        self._batches = _Batches(dataset, collate, _TrainPath(dataset.source))
+        self.prefetch, self.plan = prefetch, plan
+        self._batches = _Batches(dataset, collate, _TrainPath(dataset.source), training=True)
         self._stream: _Stream | None = None
 
     @property
@@ -191,7 +229,7 @@ class TrainLoader:
 
         Raises (from ``next``):
             DataError: an image file is broken; the message names it.
-            SampleError: the pipeline failed; the message has the traceback, the error, the file, epoch and step.
+            SampleError: the pipeline failed; the message has the error, the file, epoch and iteration.
         """
         self.close()
         self._stream = _Stream(_start(self._batches, self._keys(start_step), self.workers, self.prefetch))
@@ -207,13 +245,23 @@ class TrainLoader:
         steps, share, step = self.steps_per_epoch, self.batch_size // self.world, start_step
         while True:
             epoch = step // steps
-            order = epoch_order(len(self.dataset), epoch, self.seed, self.data_seed, steps * self.batch_size).tolist()
+            order = self._order(epoch, steps * self.batch_size)
             for within in range(step % steps, steps):
-                size = tuple(self.size_at(step))
-                first = within * self.batch_size + self.rank * share
-                keys = tuple(SampleKey(order[p], epoch, p, size) for p in range(first, first + share))
+                start = within * self.batch_size
+                size = tuple(self.size_at(step)) if self.plan is None else self._planned_size(epoch, start, order)
+                first = start + self.rank * share
+                keys = tuple(SampleKey(int(order[p]), epoch, p, size) for p in range(first, first + share))
                 yield BatchKey(epoch, step, size, keys)
                 step += 1
+
+    def _order(self, epoch: int, total: int) -> np.ndarray:
+        if self.plan is not None:
+            return self.plan.order(epoch, total)
+        return epoch_order(len(self.dataset), epoch, self.seed, self.data_seed, total)
+
+    def _planned_size(self, epoch: int, start: int, order: np.ndarray) -> tuple[int, int]:
+        height, width = self.plan.size(epoch, start, order[start : start + self.batch_size])
+        return int(height), int(width)
 
 
 @dataclass(frozen=True)
@@ -244,22 +292,42 @@ class EvalLoader:
 
     Rank r takes images r, r + world, ... of ``source``; ``transform(sample) -> Sample``. Every ``iter`` starts workers anew
     and they end with it. Errors are those of ``TrainLoader.batches``.
+
+    ``frames`` (N, 2), where given, is the (H, W) px that each image's batch tensor has: images of one frame share batches, frame
+    after frame, so that an image's padding does not depend on its neighbours. Else the largest sample decides.
     """
 
-    def __init__(self, source, transform: Callable, batch_size: int, workers: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self,
+        source,
+        transform: Callable,
+        batch_size: int,
+        workers: int,
+        rank: int = 0,
+        world: int = 1,
+        frames: np.ndarray | None = None,
+    ) -> None:
         if batch_size < 1 or not 0 <= rank < world:
             raise ValueError(f"got evaluation batch size {batch_size}, process {rank} of {world}; at least 1 and rank < world")
         self.source, self.transform, self.batch_size, self.workers = source, transform, batch_size, workers
         self.indices = range(rank, len(source), world)
+        self._groups: dict[tuple[int, int] | None, list[int]] = {}
+        for i in self.indices:
+            frame = None if frames is None else (int(frames[i][0]), int(frames[i][1]))
+            self._groups.setdefault(frame, []).append(i)
 
     def __len__(self) -> int:
         """Batches of this rank."""
-        return math.ceil(len(self.indices) / self.batch_size)
+        return sum(math.ceil(len(group) / self.batch_size) for group in self._groups.values())
 
     def __iter__(self) -> Iterator[Batch]:
-        parts = (self.indices[i : i + self.batch_size] for i in range(0, len(self.indices), self.batch_size))
-        keys = [BatchKey(0, number, None, tuple(part)) for number, part in enumerate(parts)]
-        batches = _Batches(_EvalSamples(self.source, self.transform), default_collate, _TrainPath(self.source))
+        parts = [
+            (frame, group[i : i + self.batch_size])
+            for frame, group in self._groups.items()
+            for i in range(0, len(group), self.batch_size)
+        ]
+        keys = [BatchKey(0, number, frame, tuple(part)) for number, (frame, part) in enumerate(parts)]
+        batches = _Batches(_EvalSamples(self.source, self.transform), default_collate, _TrainPath(self.source), training=False)
         stream = _Stream(_start(batches, keys, min(self.workers, len(keys)), 2))
         try:
             yield from stream

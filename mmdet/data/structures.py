@@ -190,14 +190,16 @@ class Detections:
     def cpu(self) -> Detections:
         return self.map(lambda t: t.cpu())
 
-    def to_original(self, meta: ImageMeta) -> Detections:
-        """Boxes moved from the network's frame to the file's pixels by the inverse of the image's own transform, clipped
-        to the image. A rotated frame gives the enclosing box."""
+    def to_original(self, meta: ImageMeta, clip: bool = True) -> Detections:
+        """Boxes moved from the network's frame to the file's pixels by the inverse of the image's own transform, and with
+        ``clip`` cut at the image's border. A rotated frame gives the enclosing box."""
         inverse = torch.linalg.inv(torch.tensor(meta.transform, dtype=torch.float64)).to(self.boxes.device)
         x1, y1, x2, y2 = self.boxes.double().unbind(1)
         corners = torch.stack([x1, y1, x2, y1, x1, y2, x2, y2], 1).reshape(-1, 4, 2)
         moved = corners @ inverse[:2, :2].T + inverse[:2, 2]
         boxes = torch.cat([moved.amin(1), moved.amax(1)], 1)
+        if not clip:
+            return Detections(boxes.float(), self.scores, self.labels)
         height, width = meta.original_size
         limit = torch.tensor([width, height, width, height], dtype=torch.float64, device=boxes.device)
         return Detections(torch.minimum(boxes.clamp(min=0), limit).float(), self.scores, self.labels)

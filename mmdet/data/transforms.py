@@ -8,6 +8,7 @@ resampled once. Sources: PaddleDetection 666f597, ppdet/data/transform/operators
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -207,6 +208,11 @@ def move_sample(sample: Sample, image: np.ndarray, transform: np.ndarray, keep: 
     )
 
 
+def load_sample(source, key: SampleKey, rng: np.random.Generator) -> Sample:
+    """The sample that ``key`` names, alone and as it is."""
+    return source.load(key.index)
+
+
 class DetectionTrainPipeline:
     """Colour distortion, expansion, constrained crop, mirroring and a resize to the size of the batch, without keeping the
     aspect ratio. Values stay uint8 RGB; the model normalises.
@@ -225,14 +231,16 @@ class DetectionTrainPipeline:
         random_interpolation: bool = True,
         interpolation: int = cv2.INTER_LINEAR,  # where it is not random
         min_side: float = 1.0,  # px in the network's frame; smaller boxes are left out
+        load: Callable[..., Sample] = load_sample,  # ``(source, key, rng) -> Sample``: what the rest is applied to
     ) -> None:
+        self.load = load
         self.expand_prob, self.expand_ratio, self.fill = expand_prob, expand_ratio, fill
         self.crop, self.distort, self.flip_prob = crop, distort, flip_prob
         self.random_interpolation, self.interpolation, self.min_side = random_interpolation, interpolation, min_side
 
     def __call__(self, source, key: SampleKey, rng: np.random.Generator) -> Sample:
         """The sample at ``key`` with an image of ``key.size`` (H, W); ``source.load(index)`` decodes."""
-        return self.transform(source.load(key.index), key.size, rng)
+        return self.transform(self.load(source, key, rng), key.size, rng)
 
     def transform(self, sample: Sample, size: tuple[int, int], rng: np.random.Generator) -> Sample:
         """``sample`` changed at random, its image of ``size`` (H, W)."""

@@ -46,6 +46,7 @@ class CocoEvaluator:
         amp: str | None = None,
         progress: bool = True,
         num_samples: int = 4,
+        clip: bool = True,
     ):
         """
         Args:
@@ -56,6 +57,7 @@ class CocoEvaluator:
             amp: None or "off" (float32), "bf16", "fp16".
             progress: a bar while it runs, on terminals only.
             num_samples: images handed back for pictures, spread evenly over the data set.
+            clip: detections are cut at the image's border before they are judged.
         """
         self.loader = loader
         self.categories = categories
@@ -63,6 +65,7 @@ class CocoEvaluator:
         self.max_dets = max_dets
         self.amp = amp
         self.progress = progress
+        self.clip = clip
         self.num_samples = num_samples
         self.results: Results | None = None
 
@@ -110,7 +113,7 @@ class CocoEvaluator:
                 for meta, found in zip(batch.meta, detections):
                     usable = self._usable(found, meta)
                     dropped += len(found) - len(usable)
-                    images.append((self._position_of[meta.image_id], usable.to_original(meta)))
+                    images.append((self._position_of[meta.image_id], usable.to_original(meta, self.clip)))
                 advance(len(batch))
                 waiting_since = time.perf_counter()
         return Found.from_images(images, dropped=dropped, model_seconds=model_seconds, data_seconds=data_seconds)

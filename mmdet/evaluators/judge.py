@@ -72,6 +72,11 @@ def judge(
     return Evaluation(table.summary(), per_class)
 
 
+def metric_names(max_dets: int = 100) -> tuple[str, ...]:
+    """The keys of ``judge``'s metrics."""
+    return tuple(_Table.undefined(0, max_dets).summary())
+
+
 class _Table:
     """Precision (T, R, K, A, M) and recall (T, K, A, M) over T IoU thresholds, R recalls, K classes, A areas and M limits of
     detections; -1 where there is no ground truth."""

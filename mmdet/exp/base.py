@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_type_hints
 
 import numpy as np
 import torch
 from torch import nn
 
-from mmdet.core.checkpoint import LoadReport, load_pretrained
+from mmdet.core.checkpoint import LoadOptions, LoadReport, load_backbone, load_pretrained
 from mmdet.core.ema import EMA
 from mmdet.core.hooks import Hook
 from mmdet.core.optim import ParamRule, build_param_groups, group_parameters
@@ -20,6 +22,7 @@ from mmdet.errors import UsageError
 from mmdet.exp import fields
 
 DEFAULT, COMMAND_LINE = "default", "command line"
+DERIVED = EXP_FILE, ANNOTATIONS = "exp file", "training annotations"  # origins of values that nobody set by hand
 
 
 class Exp:
@@ -71,8 +74,9 @@ class Exp:
             if name.startswith("_") or name in own or name in inherited:
                 continue
             if not (callable(value) or isinstance(value, property | staticmethod | classmethod)):
+                where = getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
                 raise UsageError(
-                    f"{cls.__module__}.{cls.__name__}: '{name}' is no known field."
+                    f"{where}, class {cls.__name__}: '{name}' is no known field."
                     f"{fields.nearest(name, inherited)} A new field needs a type: `{name}: {type(value).__name__} = ...`"
                 )
         cls._types = _field_types(cls)
@@ -132,6 +136,11 @@ class Exp:
         owner = next(c for c in type(self).__mro__ if name in vars(c))
         return DEFAULT if _in_package(owner) else (self.exp_file or owner.__module__)
 
+    def given(self) -> dict[str, str]:
+        """Fields that were set for this run (on the command line, by --demo, by a rerun), and by what; not those that follow
+        from the exp file or the data."""
+        return {name: origin for name, origin in self._origins.items() if origin not in DERIVED}
+
     def is_users(self, name: str) -> bool:
         """Whether a person chose this value: on the command line, or in an exp file that is not one of the shipped ones."""
         from mmdet.exp.load import is_shipped  # load.py imports this module
@@ -164,12 +173,19 @@ class Exp:
         ):
             self._expect(name, getattr(self, name) >= 0, "0 or more")
         self._expect("basic_lr_per_img", 0 < self.basic_lr_per_img < float("inf"), "a positive number")
+        self._expect("momentum", 0 <= self.momentum < 1, "0 <= momentum < 1")
         self._expect("ema_decay", 0 <= self.ema_decay < 1, "0 <= ema_decay < 1")
         self._expect("batch_size", self.batch_size % self.grad_accum == 0, f"a multiple of grad_accum={self.grad_accum}")
+        metrics = self.metric_names()
+        self._expect("best_metric", not metrics or self.best_metric in metrics, f"one of {', '.join(metrics)}")
 
     def _expect(self, name: str, right: bool, expectation: str) -> None:
         if not right:
             raise UsageError(f"{name}={getattr(self, name)!r} (set by {self.origin(name)}): expected {expectation}")
+
+    def metric_names(self) -> Sequence[str]:
+        """What the evaluator will report, so that a wrong ``best_metric`` stops before training; empty: not known."""
+        return ()
 
     # -- what depends on time -------------------------------------------------------------------------------------------
 
@@ -229,9 +245,17 @@ class Exp:
         groups = by_rule if self.clip_scope == "group" else None
         return Parallel(grad_accum=self.grad_accum, clip_norm=self.clip_norm, clip_groups=groups)
 
-    def load_pretrained(self, model: nn.Module, source: Any, raw: bool = False) -> LoadReport:
+    def load_pretrained(self, model: nn.Module, source: Any, options: LoadOptions | None = None) -> LoadReport:
         """Fine-tuning's start: the file's tensors that fit, and a report of every one."""
-        return load_pretrained(model, source, raw=raw, class_names=self.label_names() or None)
+        return load_pretrained(model, source, options=options, class_names=self.label_names() or None)
+
+    def load_backbone(self, model: nn.Module, source: Any, options: LoadOptions | None = None) -> LoadReport:
+        """The start that ``pretrained_backbone`` asks for: a file of the backbone alone."""
+        return load_backbone(model, source, options=options)
+
+    def data_facts(self) -> dict[str, str]:
+        """What a resume must find again, by name: one line for each data set. Empty where there is nothing to compare."""
+        return {}
 
     def label_names(self) -> Sequence[str]:
         """Names of the classes in the order of the model's outputs; empty where there are none."""
@@ -241,6 +265,10 @@ class Exp:
         """An evaluation as text for the log."""
         return [", ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items())]
 
+    def name_images(self, image_ids: Sequence[Any]) -> list[str]:
+        """What a person would look for: the files of a batch's images, where there are any."""
+        return [str(image_id) for image_id in image_ids]
+
     def training_pictures(self, batch: Any) -> list[np.ndarray]:
         """What the network is about to be trained on, for a person to look at: (H, W, 3) uint8 RGB."""
         return []
@@ -248,6 +276,13 @@ class Exp:
     def evaluation_pictures(self, evaluation: Any) -> list[np.ndarray]:
         """Predictions beside truth, for a person to look at: (H, W, 3) uint8 RGB."""
         return []
+
+    def check_sources(self) -> None:
+        """Called first of all, before anything is logged: stops when what the fields point to is not there."""
+        if self.pretrained_backbone and not Path(self.pretrained_backbone).is_file():
+            raise UsageError(
+                f"pretrained_backbone={self.pretrained_backbone!r} (set by {self.origin('pretrained_backbone')}): no such file"
+            )
 
     def prepare(self) -> None:
         """Called once, before anything is built: the place to look at the data and adopt its classes."""

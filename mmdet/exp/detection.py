@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from loguru import logger
 
-from mmdet.core.checkpoint import LoadReport, load_pretrained
+from mmdet.core.checkpoint import LoadOptions, LoadReport, load_pretrained
 from mmdet.data.coco import Categories, CocoDataset, find_coco
 from mmdet.data.coco_names import COCO_ALIASES, COCO_NAMES
 from mmdet.data.demo import make_demo
@@ -21,9 +21,10 @@ from mmdet.data.loader import EvalLoader, TrainDataset, TrainLoader
 from mmdet.data.structures import Batch, Detections, Sample, Targets
 from mmdet.errors import UsageError
 from mmdet.evaluators.coco import CocoEvaluator
+from mmdet.evaluators.judge import metric_names
 from mmdet.evaluators.pictures import draw_comparison, draw_detections
 from mmdet.evaluators.report import format_per_class, format_summary
-from mmdet.exp.base import Exp
+from mmdet.exp.base import ANNOTATIONS, Exp
 from mmdet.exp.fields import Size
 
 DEMO = "demo"
@@ -45,15 +46,13 @@ class DetectionExp(Exp):
     nms_top_k: int = 1000  # best boxes per class before suppression
     keep_top_k: int = 100  # detections kept per image
     nms_type: Literal["multilabel", "argmax"] = "multilabel"  # every class of a box above the threshold, or its best
+    clip_boxes: bool = True  # detections are cut at the image's border before they are judged
     max_dets: int = 100  # detections per image and class that the judge counts
 
     def validate(self) -> None:
         super().validate()
         self._expect("num_classes", self.num_classes >= 1, "at least 1")
-        for name in ("input_size", "test_size"):
-            size = getattr(self, name)
-            right = all(s >= self.size_divisor and s % self.size_divisor == 0 for s in size)
-            self._expect(name, right, f"multiples of {self.size_divisor}")
+        self._expect_sizes()
         self._expect("multiscale", 0 < self.multiscale[0] <= self.multiscale[1], "0 < smallest factor <= largest factor")
         self._expect("multiscale", len(self.train_sizes()) > 0, f"a range that holds a multiple of {self.size_divisor} px")
         self._expect("multiscale_interval", self.multiscale_interval >= 1, "at least 1")
@@ -61,6 +60,15 @@ class DetectionExp(Exp):
         self._expect("nms_threshold", 0 < self.nms_threshold <= 1, "0 < nms_threshold <= 1")
         for name in ("keep_top_k", "max_dets"):
             self._expect(name, getattr(self, name) >= 1, "at least 1")
+
+    def _expect_sizes(self) -> None:
+        for name in ("input_size", "test_size"):
+            size = getattr(self, name)
+            right = all(s >= self.size_divisor and s % self.size_divisor == 0 for s in size)
+            self._expect(name, right, f"multiples of {self.size_divisor}")
+
+    def metric_names(self) -> Sequence[str]:
+        return metric_names(self.max_dets)
 
     # -- sizes ----------------------------------------------------------------------------------------------------------
 
@@ -100,12 +108,19 @@ class DetectionExp(Exp):
         if self.data_dir == DEMO:
             return make_demo(Path(self.output_dir) / "demo_data")
         root = Path(self.data_dir)
-        if not root.is_dir():
+        if not self.data_dir or not root.is_dir():
+            fault = "is a file" if root.is_file() else "does not exist"
             raise DataError(
-                f"data directory {self.data_dir!r} (set by {self.origin('data_dir')}) does not exist: give the folder that holds "
+                f"data directory {self.data_dir!r} (set by {self.origin('data_dir')}) {fault}: give the folder that holds "
                 "'annotations' with --data DIR, or try --data demo"
             )
         return root
+
+    def check_sources(self) -> None:
+        super().check_sources()
+        if self.data_dir != DEMO:
+            for split in ("train", "val"):
+                find_coco(self._data_root(), split)
 
     def prepare(self) -> None:
         """Reads the annotations, adopts their classes and checks that every image can be read and val agrees with train."""
@@ -133,8 +148,8 @@ class DetectionExp(Exp):
                 f"annotations ({listed}): leave class_names out, or make them agree"
             )
         if self.class_names != categories.names or self.num_classes != len(categories):
-            self.set("num_classes", len(categories), "training annotations")
-            self.set("class_names", categories.names, "training annotations")
+            self.set("num_classes", len(categories), ANNOTATIONS)
+            self.set("class_names", categories.names, ANNOTATIONS)
 
     def label_names(self) -> Sequence[str]:
         return self.class_names if len(self.class_names) == self.num_classes else ()
@@ -184,10 +199,16 @@ class DetectionExp(Exp):
         if not len(loader.source):
             logger.warning(f"{loader.source.annotation_file} has no images: evaluation is skipped")
             return None
-        return CocoEvaluator(loader, loader.source.categories, device=device, max_dets=self.max_dets, amp=amp)
+        options = {"device": device, "max_dets": self.max_dets, "amp": amp, "clip": self.clip_boxes}
+        return CocoEvaluator(loader, loader.source.categories, **options)
 
     def evaluation_lines(self, evaluation: Any) -> list[str]:
         return [f"\n{format_per_class(evaluation)}", f"\n{format_summary(evaluation)}"]
+
+    def name_images(self, image_ids: Sequence[Any]) -> list[str]:
+        data = self.dataset("train")
+        index = {image_id: i for i, image_id in enumerate(data.image_ids)}
+        return [str(data.path(index[i])) if i in index else str(i) for i in image_ids]
 
     def training_pictures(self, batch: Batch) -> list[np.ndarray]:
         """Up to 16 augmented images of a batch with their boxes, four in a row."""
@@ -207,9 +228,13 @@ class DetectionExp(Exp):
 
     # -- the rest -------------------------------------------------------------------------------------------------------
 
-    def load_pretrained(self, model: torch.nn.Module, source: Any, raw: bool = False) -> LoadReport:
+    def load_pretrained(self, model: torch.nn.Module, source: Any, options: LoadOptions | None = None) -> LoadReport:
         """Class rows are matched by name; a published file with COCO's number of rows and no names counts as COCO's."""
-        return load_pretrained(model, source, raw=raw, class_names=self.label_names() or None, default_names=COCO_NAMES)
+        names = self.label_names() or None
+        return load_pretrained(model, source, options=options, class_names=names, default_names=COCO_NAMES)
+
+    def data_facts(self) -> dict[str, str]:
+        return {split: self.dataset(split).fingerprint() for split in ("train", "val")}
 
     def summary_input(self) -> Batch:
         return Batch(torch.zeros((1, 3, *self.test_size), dtype=torch.uint8))

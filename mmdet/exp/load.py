@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmdet.core.entries import IDENTITY, check_entries
 from mmdet.errors import CheckpointError, UsageError
 from mmdet.exp import fields
-from mmdet.exp.base import COMMAND_LINE, Exp
+from mmdet.exp.base import COMMAND_LINE, EXP_FILE, Exp
 from mmdet.exp.fields import nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -38,8 +39,8 @@ def get_exp(file_or_name: str | Path, overrides: Sequence[str] | Mapping[str, An
     """
     path = find_exp_file(file_or_name)
     exp = _exp_class(path)()
-    exp.set("exp_name", path.stem, "exp file")
-    exp.set("exp_file", str(path), "exp file")
+    exp.set("exp_name", path.stem, EXP_FILE)
+    exp.set("exp_file", str(path), EXP_FILE)
     if isinstance(overrides, Mapping):
         for name, value in overrides.items():
             exp.set(name, value, COMMAND_LINE)
@@ -60,6 +61,8 @@ def find_exp_file(file_or_name: str | Path) -> Path:
         raise UsageError(f"exp file {str(path)!r} does not exist.{nearest(path.name, known)}")
     if path.name == str(path) and (shipped_dir() / f"{path}.py").is_file():
         return shipped_dir() / f"{path}.py"
+    if path.is_file():
+        raise UsageError(f"exp file {str(path)!r}: expected a Python file, NAME.py")
     names = shipped_names()
     raise UsageError(f"no shipped exp is called {str(path)!r}.{nearest(str(path), names)} Shipped: {', '.join(names)}")
 
@@ -87,7 +90,7 @@ def _exp_class(path: Path) -> type[Exp]:
 
 def exp_state(exp: Exp) -> dict[str, Any]:
     """What a checkpoint stores of its experiment: plain values."""
-    return {"name": exp.exp_name, "file": exp.exp_file, "values": exp.values()}
+    return {"name": exp.exp_name, "file": exp.exp_file, "values": exp.values(), "given": exp.given()}
 
 
 def exp_of_record(record: Mapping[str, Any], origin: str) -> Exp:
@@ -110,6 +113,7 @@ _LOCAL = frozenset({"exp_name", "exp_file", "output_dir", "pretrained_backbone"}
 
 def exp_of_checkpoint(checkpoint: Mapping[str, Any], file_or_name: str | Path | None = None) -> Exp:
     """The experiment that made a checkpoint, with the values it had then. ``file_or_name`` replaces the recorded file."""
+    check_entries(checkpoint, {"exp": IDENTITY["exp"]}, "the checkpoint")
     state = checkpoint.get("exp") or {}
     source = file_or_name or (state.get("file") if Path(state.get("file") or "/nowhere").is_file() else state.get("name"))
     if not source:
@@ -121,6 +125,11 @@ def exp_of_checkpoint(checkpoint: Mapping[str, Any], file_or_name: str | Path | 
             f"the checkpoint was made by exp {state.get('file') or source!r}: {error} Give the exp file with -f"
         ) from error
     for name, value in (state.get("values") or {}).items():
-        if name in exp.field_names() and name not in _LOCAL and value != getattr(exp, name):
-            exp.set(name, value, "checkpoint")
+        if name in exp.field_names() and name not in _LOCAL:
+            try:
+                checked = fields.check(name, value, exp.field_type(name))
+            except UsageError as error:
+                raise CheckpointError(f"the exp in the checkpoint has {error}") from error
+            if checked != getattr(exp, name):
+                exp.set(name, checked, "checkpoint")
     return exp

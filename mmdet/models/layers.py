@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ class ConvBNAct(nn.Module):
         kernel_size: int = 1,
         stride: int = 1,
         groups: int = 1,
-        act: type[nn.Module] | None = nn.SiLU,
+        act: Callable[[], nn.Module] | None = nn.SiLU,
     ) -> None:
         super().__init__()
         padding = (kernel_size - 1) // 2
@@ -42,26 +42,43 @@ class EffectiveSE(nn.Module):
         return x * F.hardsigmoid(self.fc(x.mean((2, 3), keepdim=True)))
 
 
-class SPP(nn.Module):
-    """Spatial pyramid pooling: the input beside its maxima over growing windows, then a convolution.
+class PyramidPool(nn.Module):
+    """The input beside its maxima over growing windows: (B, C, H, W) -> (B, (1 + n) * C, H, W), n windows.
 
-    (B, in, H, W) -> (B, out, H, W). ``kernel_sizes`` are odd and ascending. The maximum over a 9x9 window is the 5x5 maximum
-    of 5x5 maxima, so each window is pooled from the one before it: the same values for a fraction of the reads.
+    ``kernel_sizes`` are odd and ascending. The maximum over a 9x9 window is the 5x5 maximum of 5x5 maxima, so each window is
+    pooled from the one before it: the same values for a fraction of the reads.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, kernel_sizes: Sequence[int] = (5, 9, 13)) -> None:
+    def __init__(self, kernel_sizes: Sequence[int] = (5, 9, 13)) -> None:
         super().__init__()
         steps = [b - a + 1 for a, b in zip((1, *kernel_sizes[:-1]), kernel_sizes, strict=True)]
         if any(k % 2 == 0 or k < 1 for k in steps):
-            raise ValueError(f"SPP needs odd ascending kernel sizes, got {tuple(kernel_sizes)}")
+            raise ValueError(f"pyramid pooling needs odd ascending kernel sizes, got {tuple(kernel_sizes)}")
         self.steps = tuple(steps)
-        self.conv = ConvBNAct(in_channels * (len(kernel_sizes) + 1), out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         levels = [x]
         for k in self.steps:
             levels.append(F.max_pool2d(levels[-1], k, stride=1, padding=k // 2))
-        return self.conv(torch.cat(levels, 1))
+        return torch.cat(levels, 1)
+
+
+class SPP(nn.Module):
+    """Spatial pyramid pooling, then a convolution: (B, in, H, W) -> (B, out, H, W)."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_sizes: Sequence[int] = (5, 9, 13),
+        act: Callable[[], nn.Module] | None = nn.SiLU,
+    ) -> None:
+        super().__init__()
+        self.pool = PyramidPool(kernel_sizes)
+        self.conv = ConvBNAct(in_channels * (len(kernel_sizes) + 1), out_channels, act=act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.pool(x))
 
 
 def init_he(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmdet.models.boxes import at_least_float32, giou_aligned
+from mmdet.models.boxes import at_least_float32, giou_aligned, iou_aligned
 
 
 def full_precision(tensor: Tensor) -> torch.autocast:
@@ -52,6 +52,12 @@ def giou_loss(boxes: Tensor, targets: Tensor, eps: float = 1e-10) -> Tensor:
     """``1 - GIoU`` of paired boxes (N, 4), any common unit -> (N,) in [0, 2]."""
     with full_precision(boxes):
         return 1 - giou_aligned(boxes, targets, eps)
+
+
+def squared_iou_loss(boxes: Tensor, targets: Tensor, eps: float = 1e-16) -> Tensor:
+    """``1 - IoU ** 2`` of paired boxes (N, 4), any common unit -> (N,) in [0, 1]."""
+    with full_precision(boxes):
+        return 1 - iou_aligned(boxes, targets, eps) ** 2
 
 
 def distribution_focal_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def test_a_run_learns_and_leaves_its_files(tmp_path):
     best = trainer.train()
     run_dir = tmp_path / "line" / "a"
     assert best["value"] > -0.5 and best["metric"] == "score"
-    files = {p.name for p in run_dir.iterdir()}
+    files = {p.name for p in run_dir.iterdir()} - {"run.json"}
     assert {"last.pth", "best.pth", "weights.pth", "epoch_019.pth", "train_log.txt", "metrics.jsonl", "tensorboard"} == files
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     train, evals = ([x for x in lines if x["kind"] == k] for k in ("train", "eval"))
@@ -50,7 +50,7 @@ def test_checkpoint_keys_and_plain_content(tmp_path):
     trainer_of(line_exp(tmp_path), experiment_name="a").train()
     state = read_checkpoint(tmp_path / "line" / "a" / "last.pth")
     wanted = {"model", "ema", "optimizer", "scaler", "epoch", "step", "position", "best", "exp", "overrides"}
-    wanted |= {"class_names", "data_seed", "versions"}
+    wanted |= {"class_names", "data_seed", "versions", "conditions"}
     assert wanted == set(state)
     assert (state["epoch"], state["step"], state["position"]) == (4, 16, 0)
     assert state["ema"]["updates"] == 16
@@ -156,7 +156,7 @@ def test_hooks_in_order_and_a_failing_hook_closes_the_run(tmp_path):
         trainer.train()
     log = (tmp_path / "line" / "b" / "train_log.txt").read_text()
     assert "Traceback" in log and "training done" not in log
-    assert "ValueError: boom" in log.strip().splitlines()[-1] and "step 3/4" in log.strip().splitlines()[-1]
+    assert "ValueError: boom" in log.strip().splitlines()[-1] and "step 2/4" in log.strip().splitlines()[-1]
 
 
 def test_a_strategy_of_another_kind_needs_no_change_in_the_trainer(tmp_path):
@@ -270,3 +270,15 @@ def test_usage_errors_write_nothing(tmp_path):
         trainer_of(line_exp(tmp_path), resume=str(tmp_path / "w.pth"))
     assert trainer_of(line_exp(tmp_path)).dry_run()["loss"] > 0
     assert [p.name for p in tmp_path.iterdir()] == ["w.pth"]
+
+
+def test_predictions_that_the_criterion_refuses_are_located_too(tmp_path):
+    exp = line_exp(tmp_path)
+    trainer = trainer_of(exp, experiment_name="a")
+
+    def refuse(batch):
+        raise NonFiniteError("boxes: 3 values are not finite")
+
+    trainer.network = refuse
+    with pytest.raises(NonFiniteError, match="epoch 1/4 step 1/4.*iteration 1.*boxes: 3 values.*lr .*images "):
+        trainer.train()

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import time
+import traceback
 
 import numpy as np
 import pytest
@@ -147,9 +148,9 @@ def test_u01_a_failing_pipeline_says_error_file_and_step(source, workers):
     with pytest.raises(SampleError) as caught:
         take(loader(source, workers=workers, pipeline=Failing()), 8)
     message = str(caught.value)
-    last = message.strip().splitlines()[-1]
-    assert "KeyError: 'boom'" in last and "t_0004.png" in last and "epoch 0, step" in last
-    assert "test_loader.py" in message and "Traceback" in message
+    assert "KeyError: 'boom'" in message and "t_0004.png" in message and "epoch 1, iteration" in message
+    trace = "".join(traceback.format_exception(caught.value))
+    assert message.count("\n") == 0 and "test_loader.py" in trace and trace.strip().splitlines()[-1].endswith(message)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -157,10 +158,10 @@ def test_a_broken_file_is_a_data_error_with_its_name(tmp_path, workers):
     root = make_toy(tmp_path, 4, 1)
     (root / "images" / "t_0002.png").write_bytes(b"")
     broken = CocoDataset(*find_coco(root, "train"))
-    with pytest.raises(DataError, match=r"t_0002\.png is empty.*epoch 0, step 0") as caught:
+    with pytest.raises(DataError, match=r"t_0002\.png is empty.*epoch 1, iteration 1") as caught:
         take(loader(broken, workers=workers), 1)
     assert "Traceback" not in str(caught.value)
-    with pytest.raises(DataError, match=r"t_0002\.png is empty"):
+    with pytest.raises(DataError, match=r"t_0002\.png is empty.*evaluation batch 1"):
         list(EvalLoader(broken, ResizeTransform((32, 32)), 2, workers))
 
 

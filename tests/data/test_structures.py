@@ -65,6 +65,7 @@ def test_detections_go_back_to_the_file():
     moved = found.to_original(meta)
     torch.testing.assert_close(moved.boxes, torch.tensor([[200.0, 150, 600, 600], [0, 0, 1280, 960]]))
     assert len(moved) == 2 and moved.scores is found.scores
+    assert found.to_original(meta, clip=False).boxes[1].tolist() == [-10, -15, 1400, 1200]
 
 
 def test_detections_of_a_mirrored_frame_stay_ordered():

@@ -8,7 +8,8 @@ from shared import SHARED, needs_shared
 from mmdet.data.structures import Targets
 from mmdet.errors import NonFiniteError
 from mmdet.families.ppyoloe import assigner
-from mmdet.families.ppyoloe.assigner import assign_atss, assign_task_aligned, check_finite, inside_ignored
+from mmdet.families.ppyoloe.assigner import assign_atss, assign_task_aligned
+from mmdet.models.assign import check_finite, inside_ignored
 from mmdet.models.boxes import iou_pairwise
 from mmdet.models.points import make_points
 
@@ -16,9 +17,9 @@ GRID = make_points([(3, 4), (6, 8), (12, 16)], (32, 16, 8))  # 96 x 128 px, A = 
 CLASSES = 6
 
 
-def case(counts, seed=0, num_points=len(GRID.points), size=(96, 128)):
+def case(counts, seed=0, size=(96, 128)):
     """Targets with ``counts`` boxes per image, predicted boxes and scores."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, num_points = torch.Generator().manual_seed(seed), len(GRID.points)
     scale = torch.tensor([size[1], size[0]])
     boxes = []
     for n in counts:

@@ -105,3 +105,16 @@ def test_plain_evaluation(plus, reference_model, reference_images, golden):
     np.testing.assert_allclose(coarse, arrays["plain_cls_logit_0"], atol=1e-5)
     coarse = predictions.box_logits[:, :25].flatten(2).transpose(1, 2).reshape(1, 68, 5, 5)
     np.testing.assert_allclose(coarse, arrays["plain_reg_logit_0"], atol=1e-5)
+
+
+@PLUS
+def test_suppression_of_the_reference_outputs(plus, ppyoloe_exp, golden):
+    """The shipped NMS settings on PaddleDetection's own boxes and scores."""
+    name = "ppyoloe_plus_crn_s" if plus else "ppyoloe_crn_s"
+    arrays, _, _ = golden(f"ppyoloe/{name}.eval.paddledet")
+    nms = ppyoloe_exp("s", plus).get_model().postprocess
+    found = nms(torch.from_numpy(arrays["boxes"]), torch.from_numpy(arrays["scores"]))[0]
+    rows = torch.cat([found.labels[:, None].float(), found.scores[:, None], found.boxes], 1).numpy()
+    expected = arrays["nms_out"]
+    assert rows.shape == expected.shape
+    np.testing.assert_allclose(rows[np.lexsort(rows.T)], expected[np.lexsort(expected.T)], atol=1e-4)

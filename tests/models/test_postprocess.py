@@ -35,7 +35,9 @@ def rows(found):
     return [(k, s, *b) for k, s, b in zip(found.labels.tolist(), found.scores.tolist(), found.boxes.tolist(), strict=True)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"nms_top_k": 20}, {"keep_top_k": 7, "nms_threshold": 0.3}, {"nms_top_k": -1, "keep_top_k": -1}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"nms_top_k": 20}, {"keep_top_k": 7, "nms_threshold": 0.3}, {"nms_top_k": -1, "keep_top_k": -1}]
+)
 @pytest.mark.parametrize("points", [120, 400])
 def test_equals_brute_force_also_with_negative_coordinates(settings, points):
     """Above 1,000 candidates torchvision takes another path."""

@@ -9,42 +9,18 @@ the result does not depend on it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mmdet.data.structures import Targets
-from mmdet.errors import NonFiniteError
+from mmdet.models.assign import ASSIGN_BYTES, Assignment, image_chunks
 from mmdet.models.boxes import at_least_float32, iou_aligned, iou_pairwise
 from mmdet.models.losses import full_precision
 from mmdet.models.points import inside_boxes
 
-ASSIGN_BYTES = 256 * 2**20
 PAIR_BYTES = 32  # of all tensors that live at once per (box, point) pair, float32; measured, rounded up
 EPS = 1e-9  # in the denominator of the aligned metric (PaddleDetection 666f597, task_aligned_assigner.py)
-
-
-class Assignment(NamedTuple):
-    """For each point of each image the box that it learns. Where not ``positive``, the other fields mean nothing."""
-
-    positive: Tensor  # (B, A) bool
-    box_index: Tensor  # (B, A) int64, row of Targets
-    scores: Tensor  # (B, A) target score, 0 where not positive
-
-
-def check_finite(**tensors: Tensor) -> None:
-    """Raises NonFiniteError naming the first tensor with a value that is not finite, and how many and in which images."""
-    finite = torch.stack([t.isfinite().all() for t in tensors.values()]).tolist()
-    for (name, tensor), good in zip(tensors.items(), finite, strict=True):
-        if not good:
-            bad = ~tensor.isfinite().flatten(1)
-            rows = bad.any(1).nonzero().flatten().tolist()
-            raise NonFiniteError(
-                f"the predicted {name} {tuple(tensor.shape)} hold {int(bad.sum())} values that are NaN or infinite, in images "
-                f"{rows} of the batch, so no targets can be assigned. Look at these images; else a lower learning rate, a longer "
-                "warm-up or float32 are the usual cures."
-            )
 
 
 @torch.no_grad()
@@ -144,17 +120,6 @@ def assign_task_aligned(
         return _over_chunks(chunk, targets, pred_boxes, assign_bytes)
 
 
-@torch.no_grad()
-def inside_ignored(points: Tensor, ignore: Tensor, assign_bytes: int = ASSIGN_BYTES) -> Tensor:
-    """Points (A, 2) that lie in some ignore box of the image, ignore (B, I, 4) px -> (B, A) bool. Padding holds no point."""
-    batch, regions = ignore.shape[:2]
-    result = torch.zeros((batch, len(points)), dtype=torch.bool, device=points.device)
-    if regions:
-        for rows in _chunks(batch, regions * len(points), assign_bytes):
-            result[rows] = inside_boxes(points, ignore[rows].unsqueeze(2)).any(1)
-    return result
-
-
 def _over_chunks(chunk: Callable[..., Assignment], targets: Targets, pred_boxes: Tensor, assign_bytes: int) -> Assignment:
     """Joins ``chunk(boxes, valid, rows)`` over slices of images; no boxes at all means no positives."""
     (batch, num_points), num_boxes = pred_boxes.shape[:2], targets.boxes.shape[1]
@@ -169,8 +134,7 @@ def _over_chunks(chunk: Callable[..., Assignment], targets: Targets, pred_boxes:
 
 def _chunks(batch: int, pairs: int, assign_bytes: int) -> list[slice]:
     """Slices of images whose pairwise tensors fit in ``assign_bytes`` together; one image at least."""
-    size = max(1, assign_bytes // max(1, pairs * PAIR_BYTES))
-    return [slice(start, min(start + size, batch)) for start in range(0, batch, size)]
+    return image_chunks(batch, pairs * PAIR_BYTES, assign_bytes)
 
 
 def _nearest_points(boxes: Tensor, points: Tensor, level_sizes: tuple[int, ...], topk: int) -> Tensor:

@@ -14,12 +14,12 @@ from mmdet.core.schedules import Schedule, warmup_cosine
 from mmdet.data.structures import Sample
 from mmdet.data.transforms import ColourDistortion, DetectionTrainPipeline, RandomCrop, ResizeTransform
 from mmdet.exp.detection import DetectionExp
-from mmdet.families.ppyoloe.assigner import ASSIGN_BYTES
 from mmdet.families.ppyoloe.backbone import CSPRepResNet
 from mmdet.families.ppyoloe.compat import LOAD_RULES
 from mmdet.families.ppyoloe.head import ETHead
 from mmdet.families.ppyoloe.loss import PPYOLOECriterion
 from mmdet.families.ppyoloe.neck import CustomCSPPAN
+from mmdet.models.assign import ASSIGN_BYTES
 from mmdet.models.detector import Detector, Normalize
 from mmdet.models.postprocess import MulticlassNMS
 
@@ -117,18 +117,22 @@ class PPYOLOEExp(DetectionExp):
         return warmup_cosine(self.warmup_epochs * steps_per_epoch, self.cosine_horizon * self.max_epoch * steps_per_epoch)
 
     def demo_settings(self) -> dict[str, Any]:
+        """From scratch to AP 0.5 and more in minutes on two cores. Without crops, which such a short run has no time to learn
+        from; gradients are clipped, because the class loss overshoots after so short a warm-up."""
         return {
-            "max_epoch": 40,
+            "max_epoch": 24,
             "warmup_epochs": 1.0,
-            "static_assigner_epoch": 10,
-            "eval_interval": 10,
+            "static_assigner_epoch": 4,
+            "eval_interval": 6,
             "batch_size": 8,
             "recipe_batch_size": 8,
             "basic_lr_per_img": 0.01 / 8,
-            "input_size": (224, 224),
-            "test_size": (224, 224),
+            "clip_norm": 5.0,
+            "input_size": (192, 192),
+            "test_size": (192, 192),
             "multiscale": (1.0, 1.0),
             "expand_prob": 0.0,
+            "random_crop": False,
             "channels_last": True,
         }
 

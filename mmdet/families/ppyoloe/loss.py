@@ -7,15 +7,9 @@ from torch import Tensor, nn
 
 from mmdet.core.distributed import mean_normalizers
 from mmdet.data.structures import Batch, LossOutput, Targets
-from mmdet.families.ppyoloe.assigner import (
-    ASSIGN_BYTES,
-    Assignment,
-    assign_atss,
-    assign_task_aligned,
-    check_finite,
-    inside_ignored,
-)
+from mmdet.families.ppyoloe.assigner import assign_atss, assign_task_aligned
 from mmdet.families.ppyoloe.head import Predictions, expected_distances
+from mmdet.models.assign import ASSIGN_BYTES, Assignment, check_finite, check_labels, inside_ignored, targets_at
 from mmdet.models.boxes import at_least_float32
 from mmdet.models.losses import distribution_focal_loss, focal_loss, full_precision, giou_loss, varifocal_loss
 from mmdet.models.points import boxes_to_distances, distances_to_boxes
@@ -60,7 +54,7 @@ class PPYOLOECriterion(nn.Module):
         with full_precision(predictions.class_logits):
             logits = at_least_float32(predictions.class_logits)
             check_finite(class_logits=logits.detach(), box_logits=predictions.box_logits.detach())
-            self._check_labels(batch.targets)
+            check_labels(batch.targets, self.num_classes)
             assigned = self.assign(predictions, batch)
             (normalizer,) = mean_normalizers(assigned.scores.sum())
             loss_cls = self._class_loss(logits, assigned, batch.targets, predictions.points) / normalizer
@@ -83,14 +77,6 @@ class PPYOLOECriterion(nn.Module):
             return assign_atss(pred_boxes, batch.targets, *grid, assign_bytes=self.assign_bytes)
         pred_scores = at_least_float32(predictions.class_logits).sigmoid()
         return assign_task_aligned(pred_boxes, pred_scores, batch.targets, predictions.points, assign_bytes=self.assign_bytes)
-
-    def _check_labels(self, targets: Targets) -> None:
-        wrong = targets.valid & ((targets.labels < 0) | (targets.labels >= self.num_classes))
-        if wrong.any():
-            values = sorted(set(targets.labels[wrong].tolist()))
-            raise ValueError(
-                f"labels {values} in the batch, but the model has {self.num_classes} classes (0 to {self.num_classes - 1})"
-            )
 
     def _class_loss(self, logits: Tensor, assigned: Assignment, targets: Targets, points: Tensor) -> Tensor:
         """Sum over everything of the class loss, ()."""
@@ -122,12 +108,3 @@ class PPYOLOECriterion(nn.Module):
         iou = (giou_loss(boxes, target) * weight).sum()
         dfl = (distribution_focal_loss(box_logits, distances) * weight).sum()
         return iou, dfl, (boxes.detach() - target).abs().sum() / max(4 * len(point), 1)
-
-
-def targets_at(values: Tensor, assigned: Assignment) -> Tensor:
-    """Rows of a Targets field (B, M, ...) at each point's box -> (B, A, ...); zeros where the batch has no boxes at all."""
-    batch, num_points = assigned.box_index.shape
-    if not values.shape[1]:
-        return values.new_zeros((batch, num_points, *values.shape[2:]))
-    rows = torch.arange(batch, device=values.device).unsqueeze(1)
-    return values[rows, assigned.box_index]
