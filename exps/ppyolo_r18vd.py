@@ -14,9 +14,7 @@ class Exp(PPYOLOExp):
     return_stages = (4, 5)
     deform_stages = ()
     neck_pairs = 0
-    coord_conv = False
-    spp = False
-    iou_aware = False
+    coord_conv = spp = iou_aware = False
     anchors = ((10, 14), (23, 27), (37, 58), (81, 82), (135, 169), (344, 319))
     anchor_masks = ((3, 4, 5), (0, 1, 2))
     max_epoch = 270
@@ -24,6 +22,4 @@ class Exp(PPYOLOExp):
     batch_size = 128
     recipe_batch_size = 128
     basic_lr_per_img = 0.004 / 128
-    input_size = (512, 512)
     test_size = (512, 512)
-    multiscale = (0.625, 1.1875)  # 320 to 608 px

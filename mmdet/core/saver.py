@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmdet.core.checkpoint import link_atomic, save_atomic
+from mmdet.core.guard import require_finite
 
 
 class Saver:
@@ -22,6 +23,7 @@ class Saver:
         ``best``: it is the best so far, and ``best.pth`` as well. That is written first: a run killed in between does the epoch
         again, while a last.pth that knows of a better best.pth than there is could not be mended.
         """
+        require_finite(payload, "the checkpoint")
         last = self.run_dir / "last.pth"
         if self._last_is_epoch is not None and last.is_file() and self.keep:
             link_atomic(last, self.run_dir / f"epoch_{self._last_is_epoch:03d}.pth")
@@ -36,4 +38,5 @@ class Saver:
             path.unlink()
 
     def save_weights(self, payload: Mapping[str, Any]) -> None:
+        require_finite(payload, "the weights")
         save_atomic(payload, self.run_dir / "weights.pth")

@@ -163,10 +163,13 @@ class Trainer:
             if self.exp.save_interval_steps and inside and self.step % self.exp.save_interval_steps == 0:
                 self._save(epochs_done=None)
         self.recorder.stop_bar()
+        if not self._any_loss:
+            logger.warning(f"every loss of epoch {epoch + 1} was exactly 0: nothing is being learnt; look at the annotations")
         self._end_epoch(epoch)
         self._call("on_epoch_end")
 
     def _start_epoch(self) -> None:
+        self._any_loss = False
         patterns = self.exp.frozen(self.epoch)
         if apply_frozen(self.model, patterns):
             self.network = self.parallel.wrap(self.model)
@@ -325,6 +328,7 @@ class Trainer:
     def _log_step(self) -> None:
         scalars = mean_scalars(self.meter.means(), self.device)
         norms = {k.removeprefix("grad_norm/"): scalars.pop(k) for k in list(scalars) if k.startswith("grad_norm/")}
+        self._any_loss |= scalars["loss"] != 0
         data_time, step_time = self.meter.times()
         done = self.step - 1
         steps = self.loader.steps_per_epoch

@@ -113,13 +113,13 @@ class KeepRatioPlan:
 
     def _entries(self, epoch: int, total: int) -> np.ndarray:
         """(total,) indices in random order: every sample once, then further ones; of the orientations that complete the last
-        batches, if as many as that are needed."""
+        batches, if that takes as many and repeats no image twice."""
         count, num_wide = len(self.wide), int(self.wide.sum())
-        missing = {True: -num_wide % self.batch_size, False: -(count - num_wide) % self.batch_size}
-        if sum(missing.values()) != total - count:
+        present = {True: num_wide, False: count - num_wide}
+        missing = {wide: -number % self.batch_size for wide, number in present.items()}
+        if sum(missing.values()) != total - count or any(missing[wide] > present[wide] for wide in present):
             return epoch_order(count, epoch, self.seed, self.data_seed, total)
-        rounds = 1 + max(math.ceil(missing[wide] / max(int((self.wide == wide).sum()), 1)) for wide in missing)
-        stream = epoch_order(count, epoch, self.seed, self.data_seed, count * rounds)
+        stream = epoch_order(count, epoch, self.seed, self.data_seed, 2 * count)
         further = stream[count:]
         chosen = [further[self.wide[further] == wide][:number] for wide, number in missing.items()]
         return np.concatenate([stream[:count], *chosen])

@@ -140,10 +140,10 @@ def _init_worker(worker: int) -> None:
 
 
 def _start_method() -> str | None:
-    """None is Python's default. On Linux workers are forked unless a program chose otherwise: Python 3.14's default there would
-    give each its own copy of the annotations, and cannot send classes that an exp file defines."""
-    chosen = multiprocessing.get_start_method(allow_none=True)
-    return "fork" if chosen is None and sys.platform == "linux" else None
+    """None is Python's default. On Linux workers are forked unless a program chose spawn: "forkserver", the default there since
+    Python 3.14, gives each its own copy of the annotations, and cannot send classes that an exp file defines."""
+    is_default = multiprocessing.get_start_method(allow_none=True) in (None, "fork", "forkserver")
+    return "fork" if is_default and sys.platform == "linux" else None
 
 
 def _start(batches: _Batches, keys, workers: int, prefetch: int) -> Iterator:

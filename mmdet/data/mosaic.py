@@ -85,7 +85,7 @@ class Mosaic:
 
 
 @dataclass(frozen=True)
-class Mixup:
+class ScaledMixUp:
     """A sample blended half and half with another one, which is resized to fit, scaled, perhaps mirrored, and cut at random
     where it is too large. All boxes of both stay, with weight 1, as in the recipe."""
 
@@ -135,7 +135,7 @@ class MosaicTrainPipeline:
     def __init__(
         self,
         affine: RandomAffine,
-        mixup: Mixup | None,
+        mixup: ScaledMixUp | None,
         hsv: HSVJitter | None,
         plain_from: int,
         mosaic_prob: float = 1.0,

@@ -111,13 +111,24 @@ def exp_of_record(record: Mapping[str, Any], origin: str) -> Exp:
 _LOCAL = frozenset({"exp_name", "exp_file", "output_dir", "pretrained_backbone"})
 
 
+def _recorded_source(state: Mapping[str, Any]) -> str:
+    """The exp file that a checkpoint names; where it is not here, the shipped one of that name if it was a shipped one. (A
+    person's own file may have a shipped one's name.)"""
+    file, name = state.get("file") or "", state.get("name") or ""
+    if file and Path(file).is_file():
+        return file
+    if file and Path(file).parent.name != shipped_dir().name:
+        raise CheckpointError(f"the checkpoint was made by exp file {file!r}, which is not here: give the exp file with -f")
+    if not name:
+        raise CheckpointError("the checkpoint does not say which exp made it: give the exp file with -f")
+    return name
+
+
 def exp_of_checkpoint(checkpoint: Mapping[str, Any], file_or_name: str | Path | None = None) -> Exp:
     """The experiment that made a checkpoint, with the values it had then. ``file_or_name`` replaces the recorded file."""
     check_entries(checkpoint, {"exp": IDENTITY["exp"]}, "the checkpoint")
     state = checkpoint.get("exp") or {}
-    source = file_or_name or (state.get("file") if Path(state.get("file") or "/nowhere").is_file() else state.get("name"))
-    if not source:
-        raise CheckpointError("the checkpoint does not say which exp made it: give the exp file with -f")
+    source = file_or_name or _recorded_source(state)
     try:
         exp = get_exp(source)
     except UsageError as error:

@@ -40,5 +40,8 @@ def deformable(x: Tensor, conv: nn.Conv2d, conv_offset: nn.Conv2d) -> Tensor:
         wanted = F.conv2d(full, shift_weight, shift_bias, conv_offset.stride, conv_offset.padding)
         taps = conv.kernel_size[0] * conv.kernel_size[1]
         shifts, mask = wanted.split([2 * taps, taps], 1)
+        # torchvision reads memory that is not the map's where a shift is NaN. Outside the map a tap gives 0, times a mask that is
+        # NaN as well: the fault still shows in the result.
+        shifts = shifts.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
         out = deform_conv2d(full, shifts, weight, bias, conv.stride, conv.padding, conv.dilation, mask.sigmoid())
     return out.to(x.dtype)

@@ -282,3 +282,23 @@ def test_predictions_that_the_criterion_refuses_are_located_too(tmp_path):
     trainer.network = refuse
     with pytest.raises(NonFiniteError, match="epoch 1/4 step 1/4.*iteration 1.*boxes: 3 values.*lr .*images "):
         trainer.train()
+
+
+def test_an_epoch_without_any_loss_is_warned_about(tmp_path):
+    class Idle(LineExp):
+        def get_model(self):
+            model = super().get_model()
+            forward = model.forward
+
+            def nothing(batch):
+                out = forward(batch)
+                return type(out)({k: v * 0 for k, v in out.losses.items()}) if model.training else out
+
+            model.forward = nothing
+            return model
+
+    exp = Idle()
+    for name, value in {"output_dir": str(tmp_path), "exp_name": "idle", "max_epoch": 1, "ema": False}.items():
+        exp.set(name, value, "command line")
+    trainer_of(exp, experiment_name="a").train()
+    assert "every loss of epoch 1 was exactly 0" in (tmp_path / "idle" / "a" / "train_log.txt").read_text()

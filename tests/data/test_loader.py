@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import sys
 import time
 import traceback
 
@@ -204,6 +205,21 @@ def test_workers_live_over_epochs_ignore_interrupts_and_use_one_thread(source):
     assert len(facts) == 1 and batches[-1].epoch == 2
     pid, ignored, threads, cv_threads = facts.pop().split()
     assert int(pid) != os.getpid() and ignored == "True" and threads == "1" and cv_threads in ("0", "1")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python's default decides")
+@pytest.mark.parametrize("default", [None, "forkserver"])
+def test_on_linux_workers_share_memory_whatever_the_default_is(source, default):
+    before, earlier = children(), multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(default, force=True)
+    try:
+        started = loader(source, workers=1)
+        started.batches()
+        (worker,) = [p for p in multiprocessing.active_children() if p.pid not in before]
+        assert type(worker).__name__ == "ForkProcess"
+        started.close()
+    finally:
+        multiprocessing.set_start_method(earlier, force=True)
 
 
 def test_everything_a_worker_needs_can_be_spawned(source):

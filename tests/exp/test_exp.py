@@ -4,8 +4,8 @@ import textwrap
 
 import pytest
 
-from mmdet.errors import UsageError
-from mmdet.exp import Exp, Size, get_exp
+from mmdet.errors import CheckpointError, UsageError
+from mmdet.exp import Exp, Size, exp_of_checkpoint, exp_state, get_exp
 from mmdet.exp.fields import check, parse, split_overrides
 from mmdet.exp.load import shipped_names
 
@@ -111,3 +111,15 @@ def test_files_and_names_that_do_not_exist(tmp_path):
     with pytest.raises(UsageError, match="expected one class derived from"):
         get_exp(write(tmp_path, "x = 1\n"))
     assert "ppyoloe_s" in shipped_names()
+
+
+def test_a_shipped_exp_never_stands_in_for_a_persons_own_file_of_the_same_name(tmp_path, monkeypatch):
+    path = write(tmp_path, "from mmdet.families.ppyoloe.exp import PPYOLOEExp\nclass Exp(PPYOLOEExp): ...\n", "ppyoloe_s.py")
+    monkeypatch.chdir(tmp_path)
+    own = {"exp": exp_state(get_exp("ppyoloe_s.py"))}
+    assert exp_of_checkpoint(own).exp_file == "ppyoloe_s.py"
+    path.unlink()
+    with pytest.raises(CheckpointError, match="made by exp file 'ppyoloe_s.py', which is not here: give the exp file with -f"):
+        exp_of_checkpoint(own)
+    shipped = {"exp": {**exp_state(get_exp("ppyoloe_s")), "file": "/elsewhere/exps/ppyoloe_s.py"}}
+    assert exp_of_checkpoint(shipped).exp_name == "ppyoloe_s"

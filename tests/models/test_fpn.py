@@ -31,6 +31,17 @@ def test_it_is_torchvisions_pyramid():
         torch.testing.assert_close(got, expected)
 
 
+def test_the_relu_before_further_levels_can_be_left_out():
+    with_relu = FPN((8, 12, 16), 10)
+    without = FPN((8, 12, 16), 10, extra_relu=False)
+    without.load_state_dict(with_relu.state_dict())
+    *same, last = with_relu(maps())
+    *others, expected = without(maps())
+    torch.testing.assert_close(same, others)
+    assert not torch.allclose(last, expected)
+    torch.testing.assert_close(without.extra[1](others[-1]), expected)
+
+
 def test_sides_need_not_be_multiples():
     levels = FPN((8, 12, 16), 10)(maps(25, 37))
     assert [tuple(x.shape[-2:]) for x in levels] == [(25, 37), (13, 19), (7, 10), (4, 5), (2, 3)]

@@ -60,7 +60,7 @@ def assign_points(
     with full_precision(boxes):
         # From the smallest box to the largest, so that the winner is the first that will do: no ties to break.
         area = (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
-        order = area.masked_fill(~targets.valid, float("inf")).argsort(1, stable=True)
+        order = area.masked_fill(~targets.valid, float("inf")).argsort(dim=1, stable=True)
         boxes = boxes.gather(1, order.unsqueeze(2).expand_as(boxes))
         valid = targets.valid.gather(1, order)
         number = torch.arange(num_boxes, device=boxes.device, dtype=torch.int32).reshape(-1, 1)

@@ -33,6 +33,7 @@ _PADDLE = (
     (r"^fcos_head\.fcos_head_centerness\.", "head.ctn_pred."),
     (r"^fcos_head\.p(\d)_feat\.scale_reg$", lambda m: f"head.scales.{int(m[1]) - 3}"),
 )
+_TOWERS = {"classification": "cls_convs", "regression": "reg_convs"}  # torchvision's heads
 _BRANCHES = {"1": "branch2a", "2": "branch2b", "3": "branch2c", "4": "short"}  # miemiedetection's conv1 to conv4 of a block
 
 
@@ -41,7 +42,7 @@ def _block(stage: int, number: str) -> str:
     return f"res{stage}.{block_name(stage, int(number), 0)}"
 
 
-_MIEMIE = (
+MIEMIE = (
     (r"\.(bn|af|gn)\.", ".norm."),
     (r"(^|\.)stage1_conv1_1\.", r"\1conv1.conv1."),
     (r"(^|\.)stage(\d)_(\d+)\.conv(\d)\.", lambda m: f"{m[1]}{_block(int(m[2]), m[3])}.{_BRANCHES[m[4]]}."),
@@ -65,8 +66,8 @@ _TORCHVISION = (
     (r"^head\.regression_head\.bbox_reg\.", "head.reg_pred."),
     (r"^head\.regression_head\.bbox_ctrness\.", "head.ctn_pred."),
     (
-        r"^head\.(cls|reg)[a-z]*_head\.conv\.(\d+)\.",  # convolution, norm, ReLU, four times
-        lambda m: f"head.{m[1]}_convs.{int(m[2]) // 3}.{'norm' if int(m[2]) % 3 else 'conv'}.",
+        r"^head\.(classification|regression)_head\.conv\.(\d+)\.",  # convolution, norm, ReLU, four times
+        lambda m: f"head.{_TOWERS[m[1]]}.{int(m[2]) // 3}.{'norm' if int(m[2]) % 3 else 'conv'}.",
     ),
 )
 
@@ -93,13 +94,13 @@ def _from_paddle(state: StateDict) -> StateDict:
 
 def _from_miemie(state: StateDict) -> StateDict:
     """Scales of the levels are coarse first there. A norm without statistics gets those that change nothing."""
-    result = {renamed(name, _MIEMIE): tensor for name, tensor in state.items()}
+    result = {renamed(name, MIEMIE): tensor for name, tensor in state.items()}
     scales = [name for name in state if re.match(r"head\.scales_on_reg\.\d+$", name)]
     for name in scales:
         result[f"head.scales.{len(scales) - 1 - int(name.rpartition('.')[2])}"] = result.pop(name)
     for name, tensor in state.items():
         if name.endswith(".af.weight"):
-            norm = renamed(name, _MIEMIE).removesuffix("weight")
+            norm = renamed(name, MIEMIE).removesuffix("weight")
             result[f"{norm}running_mean"] = torch.zeros_like(tensor)
             result[f"{norm}running_var"] = torch.full_like(tensor, 1 - NORM_EPS)
     return result

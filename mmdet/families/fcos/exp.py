@@ -43,12 +43,8 @@ class FCOSExp(DetectionExp):
     deform_stages: tuple[int, ...] = ()  # of the backbone, with deformable 3x3 convolutions
     deform_head: bool = False  # deformable convolutions in the head's towers
     channels: int = 256  # of pyramid and head; a multiple of 32
-    level_bounds: tuple[float, ...] = (
-        64,
-        128,
-        256,
-        512,
-    )  # px, distances that part one level from the next; one fewer than levels
+    extra_relu: bool = True  # a ReLU before the pyramid's seventh level
+    level_bounds: tuple[float, ...] = (64, 128, 256, 512)  # px, distances that part the levels; one fewer than levels
     center_radius: float = 1.5  # strides around a box's centre within which points learn it; 0: anywhere inside
     box_loss: Literal["giou", "iou", "linear_iou"] = "giou"  # 1 - GIoU, -log IoU or 1 - IoU
     quality: Literal["centerness", "iou"] = "centerness"  # what multiplies the class score, learned on the regression branch
@@ -72,10 +68,7 @@ class FCOSExp(DetectionExp):
     ema = False
     eval_interval = 1
 
-    input_size = (
-        800,
-        1333,
-    )  # (short, long) px: the aspect ratio is kept, the short side becomes this unless the long one would pass
+    input_size = (800, 1333)  # (short, long) px: the short side becomes this, or the long one that if it is reached first
     test_size = (800, 1333)  # likewise
     short_step: int = 32  # px between the short sides of multi-scale training
     size_divisor = 128
@@ -111,7 +104,7 @@ class FCOSExp(DetectionExp):
         if self.milestones and self.milestones[0] >= self.max_epoch:
             logger.warning(
                 f"milestones={self.milestones} are not reached in max_epoch={self.max_epoch}: the learning rate never falls. The "
-                f"recipe's are at 2/3 and 11/12; that would be milestones=({self.max_epoch * 2 / 3:g}, {self.max_epoch * 11 / 12:g})"
+                f"recipe's first is at 2/3 of the epochs; that would be milestones=({self.max_epoch * 2 / 3:g},)"
             )
         if (self.freeze_at or self.norm != "batch") and not self.pretrained_backbone:
             logger.warning(
@@ -131,7 +124,7 @@ class FCOSExp(DetectionExp):
     def get_model(self) -> Detector:
         num_levels = len(self.level_bounds) + 1
         backbone = ResNet(50, self.variant, BACKBONE_STAGES, self.deform_stages, self._norm())
-        neck = FPN(backbone.out_channels, self.channels, num_levels - len(BACKBONE_STAGES))
+        neck = FPN(backbone.out_channels, self.channels, num_levels - len(BACKBONE_STAGES), self.extra_relu)
         strides = [backbone.strides[0] * 2**i for i in range(num_levels)]
         head = FCOSHead(self.channels, self.num_classes, strides, self.deform_head)
         criterion = FCOSCriterion(
@@ -197,8 +190,8 @@ class FCOSExp(DetectionExp):
         return warmup_multistep(warmup, [round(e * steps_per_epoch) for e in self.milestones], start=self.warmup_start)
 
     def param_rules(self) -> Sequence[ParamRule]:
-        """As PaddleDetection's optimizer has it (names files: ``lr_mult``, ``no_decay``): the towers' biases do decay, unless their
-        convolutions are deformable."""
+        """As PaddleDetection's optimizer has it (its names files: ``lr_mult``, ``no_decay``): the towers' biases do decay, unless
+        their convolutions are deformable."""
         decay = 0.0 if self.deform_head else 1.0
         towers = r"^head\.(cls|reg)_convs\.\d+\.conv(_offset)?\.bias$"
         return (
@@ -207,8 +200,8 @@ class FCOSExp(DetectionExp):
         )
 
     def demo_settings(self) -> dict[str, Any]:
-        """From scratch on two cores: everything is trained, because nothing is pretrained; images of 192 px with the borders of the
-        levels in proportion; gradients are clipped, because the learning rate is high for so short a warm-up."""
+        """From scratch on two cores: everything is trained, because nothing is pretrained; images of 192 px with the borders of
+        the levels in proportion; gradients are clipped, because the learning rate is high for so short a warm-up."""
         levels = len(self.level_bounds)
         return {
             "norm": "batch",

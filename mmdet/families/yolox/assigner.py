@@ -24,8 +24,8 @@ RADIUS = 1.5  # of the square around a box's centre, in strides of the level
 TOP_IOUS = 10  # overlaps whose sum says how many points a box gets
 IOU_WEIGHT = 3.0  # of the overlap in the cost
 FAR_COST = 1e6  # added where the point is not near the box's own centre
-PAIR_BYTES = 40  # of all tensors that live at once per (box, candidate) pair, float32; measured, rounded up
-CLASS_BYTES = 24  # likewise per (candidate, class) pair
+PAIR_BYTES = 24  # of all tensors that live at once per (box, candidate) pair, float32; measured 18
+CLASS_BYTES = 16  # likewise per (candidate, class) pair: three tensors, rounded up
 
 
 class Candidates(NamedTuple):

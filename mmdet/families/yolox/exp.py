@@ -18,7 +18,7 @@ from mmdet.core.schedules import Schedule, quadratic_warmup_cosine
 from mmdet.data.affine import RandomAffine
 from mmdet.data.hsv import HSVJitter
 from mmdet.data.letterbox import LetterboxTransform
-from mmdet.data.mosaic import Mixup, MosaicTrainPipeline
+from mmdet.data.mosaic import MosaicTrainPipeline, ScaledMixUp
 from mmdet.data.structures import Sample
 from mmdet.exp.detection import DetectionExp
 from mmdet.families.yolox.backbone import CSPDarknet, Darknet53
@@ -133,7 +133,7 @@ class YOLOXExp(DetectionExp):
         return MosaicTrainPipeline(
             mosaic_prob=self.mosaic_prob,
             affine=RandomAffine(self.degrees, self.translate, self.mosaic_scale, self.shear),
-            mixup=Mixup(self.mixup_prob, self.mixup_scale, self.pad_value) if self.mixup_prob else None,
+            mixup=ScaledMixUp(self.mixup_prob, self.mixup_scale, self.pad_value) if self.mixup_prob else None,
             hsv=HSVJitter(self.hsv_prob, self.hsv_gains) if self.hsv_prob else None,
             flip_prob=self.flip_prob,
             fill=self.pad_value,
