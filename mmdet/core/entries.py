@@ -104,6 +104,7 @@ TRAINING = {
     "epoch": Entry(_COUNT, is_count),
     "position": Entry(_COUNT, is_count),
     "best": Entry("{'metric': text, 'value': float or None, 'epoch': integer or None}", _is_best),
+    "evaluation_due": Entry("True or False", lambda value: isinstance(value, bool)),
     "data_seed": Entry(_COUNT, is_count),
     "conditions": Entry("{'data': dict, 'steps_per_epoch': integer, 'precision': text, …}", _is_conditions),
 }

@@ -127,7 +127,10 @@ def restore(trainer: Trainer, found: Resumption) -> None:
     for group, own in zip(trainer.optimizer.param_groups, rates):  # the exp decides the rates, the file holds the buffers
         group.update(own)
     trainer.step, trainer.best = saved["step"], dict(saved["best"])
+    trainer.evaluation_due = saved["evaluation_due"]
     done, steps = divmod(trainer.step, trainer.loader.steps_per_epoch)
     logger.info(f"resumed from {found.path}: {done} epochs and {steps} steps done, best {trainer.best}")
-    if trainer.step == trainer.total_steps:
+    if trainer.evaluation_due:
+        logger.info(f"the evaluation after epoch {done} had not ended: it comes first")
+    elif trainer.step == trainer.total_steps:
         logger.info(f"nothing is left to do: all {done} epochs are done (max_epoch={done + 1} would add one)")

@@ -42,9 +42,18 @@ class RunOptions:
 
 
 def new_run_dir(exp_dir: Path, name: str) -> Path:
-    """``<exp_dir>/<name or time stamp>``, the same on every rank; nothing is made on the disk."""
+    """``<exp_dir>/<name or time stamp>``, the same on every rank; nothing is made on the disk.
+
+    Raises:
+        UsageError: a run of that name is there already.
+    """
     stamp = datetime.datetime.now().strftime("%Y%m%d_%H%M%S")
     path = exp_dir / (name or stamp)
+    if name and checkpoint_candidates(path):
+        raise UsageError(
+            f"-expn {name}: {str(path)!r} holds the checkpoints of an earlier run: choose another name, go on with that run "
+            "(--resume), or remove the folder"
+        )
     for i in range(2, 1000):
         if name or not path.exists():
             break

@@ -30,6 +30,7 @@ def training_state(trainer: Trainer) -> dict[str, Any]:
         "step": trainer.step,
         "position": trainer.step % trainer.loader.steps_per_epoch,
         "best": dict(trainer.best),
+        "evaluation_due": trainer.evaluation_due,
         **identity(trainer),
         "conditions": trainer.conditions,
     }

@@ -53,10 +53,10 @@ class Trainer:
         summary.log_head(self)
         exp.prepare()
         self.step, self.best = 0, {"metric": exp.best_metric, "value": None, "epoch": None}
-        self.run_dir: Path | None = None
+        self.evaluation_due = False  # of the epoch that has just ended
+        self.run_dir = self._choose_run_dir()
         self._build()
         if self.resumption is not None:
-            self.run_dir = self.resumption.path.parent
             restore(self, self.resumption)
 
     def _build(self) -> None:
@@ -125,6 +125,8 @@ class Trainer:
         try:
             self._open_run()
             self._call("on_train_start")
+            if self.evaluation_due:
+                self._end_epoch(self.epoch - 1)
             self.batches = self._open_batches()
             while self.step < self.total_steps:
                 self._train_epoch()
@@ -166,7 +168,6 @@ class Trainer:
         if not self._any_loss:
             logger.warning(f"every loss of epoch {epoch + 1} was exactly 0: nothing is being learnt; look at the annotations")
         self._end_epoch(epoch)
-        self._call("on_epoch_end")
 
     def _start_epoch(self) -> None:
         self._any_loss = False
@@ -247,11 +248,15 @@ class Trainer:
     # -- evaluation and files -------------------------------------------------------------------------------------------
 
     def _end_epoch(self, epoch: int) -> None:
-        done = epoch + 1
-        improved = False
+        """Saves, evaluates, and saves what came of it: a failing evaluation costs no training, a resume starts with it."""
+        done, improved = epoch + 1, False
         if self.evaluator is not None and (done % self.exp.eval_interval_at(epoch) == 0 or done == self.exp.max_epoch):
+            self.evaluation_due = True
+            self._save(epochs_done=None)
             improved = self._evaluate(epoch)
+            self.evaluation_due = False
         self._save(epochs_done=done, improved=improved)
+        self._call("on_epoch_end")
 
     def judged_model(self) -> nn.Module:
         """The module that evaluation sees: the EMA's where EMA is on, else the unwrapped model."""
@@ -293,10 +298,13 @@ class Trainer:
             self.saver.save_weights(state.judged_weights(self))
         self.saver.save_last(state.training_state(self), epochs_done, best=improved)
 
+    def _choose_run_dir(self) -> Path:
+        if self.resumption is not None:
+            return self.resumption.path.parent
+        return run.new_run_dir(Path(self.exp.output_dir) / self.exp.exp_name, self.options.experiment_name)
+
     def _open_run(self) -> None:
-        if self.run_dir is None:
-            self.run_dir = run.new_run_dir(Path(self.exp.output_dir) / self.exp.exp_name, self.options.experiment_name)
-        in_last = self.epoch if self._at_epoch_end() and self.resumption.is_last else None
+        in_last = self.epoch if self._at_epoch_end() and not self.evaluation_due and self.resumption.is_last else None
         self.saver = Saver(self.run_dir, self.exp.keep_checkpoints, in_last)
         if self.rank == 0:
             try:

@@ -118,7 +118,10 @@ def _recorded_source(state: Mapping[str, Any]) -> str:
     if file and Path(file).is_file():
         return file
     if file and Path(file).parent.name != shipped_dir().name:
-        raise CheckpointError(f"the checkpoint was made by exp file {file!r}, which is not here: give the exp file with -f")
+        raise CheckpointError(
+            f"the checkpoint was made by exp file {file!r}, which is not here: give the exp file with -f "
+            "(its run folder has a copy, exp.py)"
+        )
     if not name:
         raise CheckpointError("the checkpoint does not say which exp made it: give the exp file with -f")
     return name

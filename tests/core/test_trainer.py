@@ -50,7 +50,7 @@ def test_checkpoint_keys_and_plain_content(tmp_path):
     trainer_of(line_exp(tmp_path), experiment_name="a").train()
     state = read_checkpoint(tmp_path / "line" / "a" / "last.pth")
     wanted = {"model", "ema", "optimizer", "scaler", "epoch", "step", "position", "best", "exp", "overrides"}
-    wanted |= {"class_names", "data_seed", "versions", "conditions"}
+    wanted |= {"class_names", "data_seed", "versions", "conditions", "evaluation_due"}
     assert wanted == set(state)
     assert (state["epoch"], state["step"], state["position"]) == (4, 16, 0)
     assert state["ema"]["updates"] == 16
@@ -302,3 +302,29 @@ def test_an_epoch_without_any_loss_is_warned_about(tmp_path):
         exp.set(name, value, "command line")
     trainer_of(exp, experiment_name="a").train()
     assert "every loss of epoch 1 was exactly 0" in (tmp_path / "idle" / "a" / "train_log.txt").read_text()
+
+
+def test_a_failing_evaluation_costs_no_training(tmp_path):
+    whole = trainer_of(line_exp(tmp_path, "whole"), experiment_name="a")
+    whole.train()
+
+    first = trainer_of(line_exp(tmp_path), experiment_name="a")
+
+    def fail(model):
+        raise ValueError("boom")
+
+    first.evaluator.evaluate = fail
+    with pytest.raises(ValueError, match="boom"):
+        first.train()
+    second = trainer_of(line_exp(tmp_path), resume="")
+    assert second.step == 8 and second.evaluation_due and second.best["value"] is None
+    second.train()
+    assert second.best == whole.best and same(second.model.state_dict(), whole.model.state_dict())
+    lines = [json.loads(x) for x in (tmp_path / "line" / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert [x["epoch"] for x in lines if x["kind"] == "eval"] == [2, 4]
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path):
+    trainer_of(line_exp(tmp_path), experiment_name="a").train()
+    with pytest.raises(UsageError, match="-expn a: .*earlier run.*--resume"):
+        trainer_of(line_exp(tmp_path), experiment_name="a")
