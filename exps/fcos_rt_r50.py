@@ -2,8 +2,8 @@
 
     python tools/train.py -f exps/fcos_rt_r50.py --data path/to/coco -d 8 pretrained_backbone=resnet50.pth
 
-Numbers: miemiedetection 4d6fb32, exps/fcos/fcos_rt_r50_fpn_4x.py. AP to expect: none was published with these numbers; the demo
-(README) shows that it learns.
+Numbers: miemiedetection 4d6fb32, exps/fcos/fcos_rt_r50_fpn_4x.py; the backbone halves in its 1x1 convolutions, and so should the
+pretrained one (Caffe's do, torchvision's do not). AP to expect: none was published with these numbers.
 """
 
 from mmdet.families.fcos.exp import FCOSExp

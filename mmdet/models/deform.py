@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 from torchvision.ops import deform_conv2d
 
 from mmdet.models.boxes import at_least_float32
@@ -45,3 +46,9 @@ def deformable(x: Tensor, conv: nn.Conv2d, conv_offset: nn.Conv2d) -> Tensor:
         shifts = shifts.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
         out = deform_conv2d(full, shifts, weight, bias, conv.stride, conv.padding, conv.dilation, mask.sigmoid())
     return out.to(x.dtype)
+
+
+@register_flop_formula(torch.ops.torchvision.deform_conv2d)
+def _count_operations(_input, weight, *_args, out_shape, **_kwargs) -> int:
+    """Of shapes: what the plain convolution takes, two operations per multiply-add; the sampling is not counted."""
+    return 2 * torch.Size(out_shape).numel() * torch.Size(weight[1:]).numel()

@@ -42,10 +42,14 @@ def plan_of(sizes, batch_size, **given):
     return KeepRatioPlan(np.array(sizes).reshape(-1, 2), SHORTS, LONG, DIVISOR, batch_size, **{"seed": 0, **given})
 
 
+def no_size(step):
+    raise AssertionError("a plan decides on the size")
+
+
 def loader_of(source, batch_size, workers=0, rank=0, world=1, **given):
     plan = plan_of(source.sizes, batch_size, **given)
     data = TrainDataset(source, KeepRatioTrainPipeline(plan), plan.seed)
-    return TrainLoader(data, batch_size, None, workers, rank, world, plan.seed, plan=plan)
+    return TrainLoader(data, batch_size, no_size, workers, rank, world, plan.seed, plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,7 @@ def test_a_mixed_batch_is_no_larger_than_the_others():
     assert plan.size(0, 0, np.array([0, 0])) == (128, 192) and plan.size(0, 0, np.array([1, 1])) == (192, 128)
     assert plan.size(0, 0, np.array([0, 1])) == (128, 128)  # not 192 x 192
     pipeline = KeepRatioTrainPipeline(plan)
-    loader = TrainLoader(TrainDataset(Images([wide, high]), pipeline, 0), 2, None, 0, plan=plan)
+    loader = TrainLoader(TrainDataset(Images([wide, high]), pipeline, 0), 2, no_size, 0, plan=plan)
     batch = next(loader.batches())
     assert batch.images.shape[2:] == (128, 128)
     assert sorted(m.size for m in batch.meta) == [(85, 128), (128, 85)]

@@ -164,6 +164,8 @@ def test_training_pipeline():
         ("depth=20", "depth=20 .*18, 34, 50 or 101"),
         ("anchor_masks=((0,1,2),(3,4,5),(6,7,7))", "anchor_masks=.*each anchor once"),
         ("anchor_masks=((0,1,2),(3,4,5))", "anchor_masks=.*one for each of return_stages"),
+        ("return_stages=(4,3,5)", "return_stages=.*ascending numbers from 2 to 5"),
+        ("deform_stages=(6,)", "deform_stages=.*some of 2, 3, 4, 5"),
         ("anchors=((0,5),)", "anchors=.*positive sides"),
         ("keep_prob=0", "keep_prob=0.0 .*a share"),
         ("drop_block_size=2", "an odd number"),

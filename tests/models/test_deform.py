@@ -5,6 +5,7 @@ import pytest
 import torch
 from shared import SHARED, needs_shared
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from mmdet.models.deform import deformable, offset_conv
 
@@ -36,3 +37,10 @@ def test_values_that_are_not_finite_stay_visible(value):
     out.sum().backward()
     assert out[1].isfinite().all()
     assert value == 1e30 or not out[0].isfinite().all()
+
+
+def test_its_operations_are_counted():
+    conv, wanted = nn.Conv2d(4, 6, 3, padding=1), offset_conv(4)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        deformable(torch.rand(2, 4, 9, 7), conv, wanted)
+    assert counter.get_total_flops() == 2 * 2 * 9 * 7 * 4 * 9 * (6 + 27)

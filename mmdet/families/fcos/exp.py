@@ -98,6 +98,7 @@ class FCOSExp(DetectionExp):
             short, long = getattr(self, name)
             self._expect(name, 32 <= short <= long, "the short and the long side, 32 <= short <= long")
         self._expect("short_step", self.short_step >= 1, "at least 1")
+        self._expect("multiscale", len(self.short_sides()) > 0, f"a range that holds a multiple of {self.short_step} px")
 
     def prepare(self) -> None:
         super().prepare()
@@ -166,6 +167,9 @@ class FCOSExp(DetectionExp):
         sizes, long = self.dataset("train").sizes, self.input_size[1]
         return KeepRatioPlan(sizes, self.short_sides(), long, self.size_divisor, self.batch_size, self.seed, data_seed)
 
+    def train_pipeline(self) -> KeepRatioTrainPipeline:
+        return KeepRatioTrainPipeline(self.train_plan(), self.flip_prob)
+
     def get_train_loader(self, workers: int = 2, rank: int = 0, world: int = 1, data_seed: int = 0) -> TrainLoader:
         plan = self.train_plan(data_seed)
         data = TrainDataset(self.dataset("train"), KeepRatioTrainPipeline(plan, self.flip_prob), self.seed, data_seed)
@@ -201,16 +205,16 @@ class FCOSExp(DetectionExp):
 
     def demo_settings(self) -> dict[str, Any]:
         """From scratch on two cores: everything is trained, because nothing is pretrained; images of 192 px with the borders of
-        the levels in proportion; gradients are clipped, because the learning rate is high for so short a warm-up."""
+        the levels in proportion; gradients are clipped, because a fresh head's are several times the usual size."""
         levels = len(self.level_bounds)
         return {
             "norm": "batch",
             "freeze_at": 0,
-            "max_epoch": 14,
-            "milestones": (12.0,),
+            "max_epoch": 12,
+            "milestones": (10.0,),
             "warmup_steps": 0,
             "warmup_epochs": 1.0,
-            "eval_interval": 7,
+            "eval_interval": 4,
             "batch_size": 8,
             "recipe_batch_size": 8,
             "basic_lr_per_img": 0.01 / 8,
