@@ -75,7 +75,8 @@ def paint(
     tile: tuple[float, float, float, float] | None = None,
     frame: np.ndarray | None = None,
 ) -> None:
-    """Draws ``image`` (h, w, 3) uint8 on ``canvas`` (H, W, 3) uint8, in place, with one bilinear resampling.
+    """Draws ``image`` (h, w, 3) uint8 on ``canvas`` (H, W, 3) uint8, in place, with one bilinear resampling; of an image that
+    becomes much smaller, a halved copy is drawn, since bilinear sampling would skip pixels and leave their noise.
 
     ``transform`` maps the image to the canvas. Painted are the canvas pixels whose centre lies inside ``tile`` xyxy, a
     rectangle that ``frame`` maps to the canvas (without: the whole image). Tiles that share an edge in the same frame neither
@@ -88,6 +89,7 @@ def paint(
     if x2 <= x1 or y2 <= y1:
         return
     start, stop = _row_spans(np.linalg.inv(frame), tile, (x1, y1, x2, y2))
+    image, transform = _halved(image, transform)
     # From the centre of pixel (0, 0) of the part that is drawn to the image, counted from the centre of its first pixel.
     matrix = scaling(1, 1, (-0.5, -0.5)) @ np.linalg.inv(transform) @ scaling(1, 1, (x1 + 0.5, y1 + 0.5))
     target = canvas[y1:y2, x1:x2]
@@ -104,6 +106,18 @@ def paint(
     columns = np.arange(x2 - x1, dtype=np.int16)
     inside = (columns >= start[:, None]) & (columns < stop[:, None])
     cv2.copyTo(warped, inside.view(np.uint8), target)
+
+
+def _halved(image: np.ndarray, transform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The image averaged down by two until ``transform`` scales it by more than the square root of a half, and the transform
+    of what is left: the level of an image pyramid that lies nearest."""
+    scale = math.sqrt(abs(np.linalg.det(transform[:2, :2])))
+    while scale < math.sqrt(0.5) and min(image.shape[:2]) >= 4:
+        height, width = image.shape[:2]
+        image = cv2.resize(image, (width // 2, height // 2), interpolation=cv2.INTER_AREA)
+        transform = transform @ scaling(width / (width // 2), height / (height // 2))
+        scale *= 2
+    return image, transform
 
 
 def _row_spans(inverse: np.ndarray, tile, part: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:

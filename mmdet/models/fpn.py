@@ -17,9 +17,7 @@ class FPN(nn.Module):
     ReLU (arXiv 1708.02002, section 4: P6 and P7).
     """
 
-    def __init__(
-        self, in_channels: Sequence[int], out_channels: int = 256, num_extra: int = 2, extra_relu: bool = True
-    ) -> None:
+    def __init__(self, in_channels: Sequence[int], out_channels: int = 256, num_extra: int = 2, extra_relu: bool = True) -> None:
         super().__init__()
         self.extra_relu = extra_relu
         self.out_channels = (out_channels,) * (len(in_channels) + num_extra)

@@ -93,8 +93,8 @@ def test_one_warp_per_image_equals_paste_then_warp(scale):
         out = Mosaic(affine)(samples, SIZE, np.random.default_rng(seed))
         expected, seam, owner = paste_then_warp(samples, SIZE, np.random.default_rng(seed), affine)
         difference = np.abs(out.image.astype(int) - expected).max(2)[~seam]
-        # In strong reduction the two read different pixels of the source: a grey level or two more.
-        assert np.percentile(difference, 99) <= 4 and difference.mean() < 1
+        # In strong reduction one averages pixels of the source that the other skips: a few grey levels more.
+        assert np.percentile(difference, 99) <= 6 and difference.mean() < 1
         assert (out.image[(owner == 0) & ~seam] == 114).all()
         covered += (owner > 0).mean()
     assert covered > 10
