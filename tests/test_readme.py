@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmdet.core.summary import count_parameters
+from mmdet.core.summary import count_gflops, count_parameters
 from mmdet.data.demo import make_demo
 from mmdet.exp import get_exp
 from mmdet.exp.load import shipped_names
@@ -70,13 +70,15 @@ def test_ci_sets_up_with_the_readmes_words():
 def test_the_table_of_exps_is_true(name):
     row = re.search(rf"^\| `{name}` \|(.*)\|$", README, re.MULTILINE)
     assert row, f"{name} is not in the README's table"
-    size, parameters, _, ap = (cell.strip() for cell in row[1].split("|"))
+    size, parameters, gflops, ap = (cell.strip() for cell in row[1].split("|"))
     exp = get_exp(name)
     with torch.device("meta"):
         model = exp.get_model()
+    assert float(gflops) == pytest.approx(count_gflops(model, exp.summary_input()[0]), abs=0.006)
     assert int(parameters.replace(",", "")) == count_parameters(model)[0]
-    assert int(size) == exp.test_size[0] and 0 < float(ap) < 60
+    height, width = exp.test_size
+    assert size == (str(height) if height == width else f"{height}x{width}") and (ap == "-" or 20 < float(ap) < 60)
 
 
 def test_the_table_has_no_other_rows():
-    assert sorted(re.findall(r"^\| `(\w+)` \| \d+ \|", README, re.MULTILINE)) == shipped_names()
+    assert sorted(re.findall(r"^\| `(\w+)` \| [\dx]+ \|", README, re.MULTILINE)) == shipped_names()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,7 @@ def log_head(trainer: Trainer) -> None:
 def log_plan(trainer: Trainer) -> None:
     """Model, settings and learning rate, and warnings about settings that rarely work."""
     exp, steps = trainer.exp, trainer.loader.steps_per_epoch
-    logger.info(model_line(trainer.model, exp.summary_input()))
+    logger.info(model_line(trainer.model, exp))
     for text in (changed_table(exp), group_table(trainer.optimizer)):
         logger.info(f"\n{text}")
     logger.info(f"learning rate {exp.learning_rate:.6g} = {exp.basic_lr_per_img:.6g} per image x total batch {exp.batch_size}")
@@ -90,21 +91,25 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
-def count_gflops(model: nn.Module, example: Any) -> float:
-    """Billions of operations of one evaluation forward of ``example``: a multiplication and an addition are two."""
-    probe = copy.deepcopy(model).cpu().eval()
+def count_gflops(model: nn.Module, forward: Callable[[nn.Module], Any]) -> float:
+    """Billions of operations of ``forward(model)`` in evaluation: a multiplication and an addition are two.
+
+    Counted on a copy on the meta device: no arithmetic is done, so ``forward`` must not look at values.
+    """
+    probe = copy.deepcopy(model).to("meta").eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        probe(example)
+        forward(probe)
     return counter.get_total_flops() / 1e9
 
 
-def model_line(model: nn.Module, example: Any) -> str:
+def model_line(model: nn.Module, exp: Exp) -> str:
     total, trained = count_parameters(model)
     line = f"model: {total:,} parameters, {trained:,} trained"
+    example = exp.summary_input()
     if example is None:
         return line
-    size = tuple(example.images.shape[-2:])
-    return f"{line}; {count_gflops(model, example):.2f} GFLOPs at {size[0]}x{size[1]} (2 per multiply-add)"
+    forward, size = example
+    return f"{line}; {count_gflops(model, forward):.2f} GFLOPs at {size} (2 per multiply-add)"
 
 
 def changed_table(exp: Exp) -> str:

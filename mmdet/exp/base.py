@@ -291,8 +291,8 @@ class Exp:
         """What ``--demo`` sets: a schedule that ends in minutes on two cores."""
         return {}
 
-    def summary_input(self) -> Any | None:
-        """A batch of one on which parameters and operations are counted, or None."""
+    def summary_input(self) -> tuple[Callable[[nn.Module], Any], str] | None:
+        """What operations are counted on: a forward pass of a model on the meta device, and its size in words; or None."""
         return None
 
 

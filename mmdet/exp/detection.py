@@ -236,8 +236,14 @@ class DetectionExp(Exp):
     def data_facts(self) -> dict[str, str]:
         return {split: self.dataset(split).fingerprint() for split in ("train", "val")}
 
-    def summary_input(self) -> Batch:
-        return Batch(torch.zeros((1, 3, *self.test_size), dtype=torch.uint8))
+    def summary_size(self) -> tuple[int, int]:
+        """(H, W) px of the frame on which operations are counted."""
+        return self.test_size
+
+    def summary_input(self) -> tuple[Callable[[torch.nn.Module], Any], str]:
+        height, width = self.summary_size()
+        images = torch.zeros((1, 3, height, width), dtype=torch.uint8, device="meta")
+        return lambda model: model.predict(images), f"{height}x{width}"
 
 
 def _truth_of(targets: Targets) -> tuple[list[Detections], list[np.ndarray]]:

@@ -33,7 +33,8 @@ def deformable(x: Tensor, conv: nn.Conv2d, conv_offset: nn.Conv2d) -> Tensor:
 
     Computed in at least float32 with autocast off: a half type has no fractions of a cell left on a large map.
     """
-    with torch.autocast(x.device.type, enabled=False):
+    kind = "cpu" if x.is_meta else x.device.type  # on meta only operations are counted
+    with torch.autocast(kind, enabled=False):
         full = at_least_float32(x)
         weight, bias, shift_weight, shift_bias = (
             None if p is None else p.to(full.dtype) for p in (conv.weight, conv.bias, conv_offset.weight, conv_offset.bias)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from loguru import logger
 from torch import nn
 
@@ -18,7 +17,7 @@ from mmdet.core.optim import ParamRule
 from mmdet.core.schedules import Schedule, warmup_multistep
 from mmdet.data.keep_ratio import KeepRatioPlan, KeepRatioTrainPipeline, KeepRatioTransform, padded
 from mmdet.data.loader import EvalLoader, TrainDataset, TrainLoader
-from mmdet.data.structures import Batch, Sample
+from mmdet.data.structures import Sample
 from mmdet.exp.detection import DetectionExp
 from mmdet.families.fcos.compat import LOAD_RULES
 from mmdet.families.fcos.head import FCOSHead
@@ -184,8 +183,8 @@ class FCOSExp(DetectionExp):
         data, transform = self._judged_dataset(split), self.eval_transform()
         return EvalLoader(data, transform, batch_size, workers, rank, world, frames=transform.frames(np.asarray(data.sizes)))
 
-    def summary_input(self) -> Batch:
-        return Batch(torch.zeros((1, 3, *padded(self.test_size, self.size_divisor)), dtype=torch.uint8))
+    def summary_size(self) -> tuple[int, int]:
+        return padded(self.test_size, self.size_divisor)
 
     # -- time and the optimizer -----------------------------------------------------------------------------------------
 
