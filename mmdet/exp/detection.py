@@ -26,6 +26,8 @@ from mmdet.evaluators.pictures import draw_comparison, draw_detections
 from mmdet.evaluators.report import format_per_class, format_summary
 from mmdet.exp.base import ANNOTATIONS, Exp
 from mmdet.exp.fields import Size
+from mmdet.models.matrix_nms import MatrixNMS
+from mmdet.models.postprocess import MulticlassNMS
 
 DEMO = "demo"
 
@@ -45,7 +47,8 @@ class DetectionExp(Exp):
     nms_threshold: float = 0.6  # IoU above which the weaker box of a class is dropped
     nms_top_k: int = 1000  # best boxes per class before suppression
     keep_top_k: int = 100  # detections kept per image
-    nms_type: Literal["multilabel", "argmax"] = "multilabel"  # every class of a box above the threshold, or its best
+    nms_type: Literal["matrix", "multilabel", "argmax"] = "multilabel"  # Matrix NMS; greedy: every class of a box, or its best
+    post_threshold: float = 0.01  # detections whose score Matrix NMS lowers below this are dropped
     clip_boxes: bool = True  # detections are cut at the image's border before they are judged
     max_dets: int = 100  # detections per image and class that the judge counts
 
@@ -57,6 +60,7 @@ class DetectionExp(Exp):
         self._expect("multiscale", len(self.train_sizes()) > 0, f"a range that holds a multiple of {self.size_divisor} px")
         self._expect("multiscale_interval", self.multiscale_interval >= 1, "at least 1")
         self._expect("score_threshold", 0 <= self.score_threshold < 1, "0 <= score_threshold < 1")
+        self._expect("post_threshold", 0 <= self.post_threshold < 1, "0 <= post_threshold < 1")
         self._expect("nms_threshold", 0 < self.nms_threshold <= 1, "0 < nms_threshold <= 1")
         for name in ("keep_top_k", "max_dets"):
             self._expect(name, getattr(self, name) >= 1, "at least 1")
@@ -69,6 +73,13 @@ class DetectionExp(Exp):
 
     def metric_names(self) -> Sequence[str]:
         return metric_names(self.max_dets)
+
+    def get_postprocess(self) -> MatrixNMS | MulticlassNMS:
+        """What turns decoded boxes and scores into detections."""
+        if self.nms_type == "matrix":
+            return MatrixNMS(self.score_threshold, self.post_threshold, self.nms_top_k, self.keep_top_k)
+        multi_label = self.nms_type == "multilabel"
+        return MulticlassNMS(self.score_threshold, self.nms_threshold, self.nms_top_k, self.keep_top_k, multi_label)
 
     # -- sizes ----------------------------------------------------------------------------------------------------------
 

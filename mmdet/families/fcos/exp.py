@@ -25,9 +25,7 @@ from mmdet.families.fcos.loss import FCOSCriterion
 from mmdet.models.assign import ASSIGN_BYTES
 from mmdet.models.detector import Detector, Normalize
 from mmdet.models.fpn import FPN
-from mmdet.models.matrix_nms import MatrixNMS
 from mmdet.models.norms import FrozenBatchNorm2d
-from mmdet.models.postprocess import MulticlassNMS
 from mmdet.models.resnet import Norm, ResNet
 
 BACKBONE_STAGES = (3, 4, 5)
@@ -73,8 +71,7 @@ class FCOSExp(DetectionExp):
     size_divisor = 128
     flip_prob: float = 0.5  # probability of mirroring
     score_threshold = 0.025
-    nms_type: Literal["matrix", "multilabel", "argmax"] = "multilabel"  # Matrix NMS; greedy: every class of a box, or its best
-    post_threshold: float = 0.01  # detections whose score Matrix NMS lowers below this are dropped
+    nms_type = "multilabel"
 
     def validate(self) -> None:
         super().validate()
@@ -138,13 +135,7 @@ class FCOSExp(DetectionExp):
             assign_bytes=self.assign_bytes,
         )
         normalize = Normalize(self.pixel_mean, self.pixel_std, self.pixel_scale, pad=0.0)
-        return Detector(normalize, backbone, neck, head, criterion, self._postprocess(), LOAD_RULES)
-
-    def _postprocess(self) -> MatrixNMS | MulticlassNMS:
-        if self.nms_type == "matrix":
-            return MatrixNMS(self.score_threshold, self.post_threshold, self.nms_top_k, self.keep_top_k)
-        multi_label = self.nms_type == "multilabel"
-        return MulticlassNMS(self.score_threshold, self.nms_threshold, self.nms_top_k, self.keep_top_k, multi_label)
+        return Detector(normalize, backbone, neck, head, criterion, self.get_postprocess(), LOAD_RULES)
 
     # -- sizes and data -------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,7 @@ from mmdet.core.optim import ParamRule
 from mmdet.core.schedules import Schedule, warmup_multistep
 from mmdet.data.mixup import MixUp
 from mmdet.data.structures import Sample
-from mmdet.data.transforms import ColourDistortion, DetectionTrainPipeline, RandomCrop, ResizeTransform, load_sample
-from mmdet.exp.detection import DetectionExp
+from mmdet.exp.expand_crop import ExpandCropExp
 from mmdet.families.ppyolo.anchors import Anchors
 from mmdet.families.ppyolo.compat import load_rules
 from mmdet.families.ppyolo.head import PPYOLOHead
@@ -24,14 +23,12 @@ from mmdet.families.ppyolo.loss import PPYOLOCriterion
 from mmdet.families.ppyolo.neck import PPYOLOFPN, PPYOLOPAN
 from mmdet.models.assign import ASSIGN_BYTES
 from mmdet.models.detector import Detector, Normalize
-from mmdet.models.matrix_nms import MatrixNMS
-from mmdet.models.postprocess import MulticlassNMS
 from mmdet.models.resnet import ResNet
 
 COCO_ANCHORS = ((10, 13), (16, 30), (33, 23), (30, 61), (62, 45), (59, 119), (116, 90), (156, 198), (373, 326))
 
 
-class PPYOLOExp(DetectionExp):
+class PPYOLOExp(ExpandCropExp):
     """PP-YOLO: 811 epochs on COCO from a pretrained backbone, 8 devices x 24 images."""
 
     depth: int = 50  # layers of the ResNet-vd: 18, 34, 50 or 101
@@ -49,8 +46,6 @@ class PPYOLOExp(DetectionExp):
     iou_aware: bool = True  # a branch predicts the IoU of each box
     iou_aware_factor: float = 0.4  # exponent of that IoU in the score
     scale_x_y: float = 1.05  # above 1 a centre can reach the rim of its cell
-    pixel_mean: tuple[float, float, float] = (0.485, 0.456, 0.406)  # of RGB in [0, 1]
-    pixel_std: tuple[float, float, float] = (0.229, 0.224, 0.225)  # of RGB in [0, 1]
 
     ignore_threshold: float = 0.7  # IoU with a box above which a cell need not learn that there is none
     weight_iou: float = 2.5  # factor of the IoU loss
@@ -66,18 +61,11 @@ class PPYOLOExp(DetectionExp):
     input_size = (608, 608)
     test_size = (608, 608)
     multiscale = (320 / 608, 1.0)  # 320 to 608 px
-    nms_type: Literal["matrix", "multilabel", "argmax"] = "matrix"  # Matrix NMS; greedy: every class of a box, or its best
+    nms_type = "matrix"
     nms_top_k = 500
-    post_threshold: float = 0.01  # detections whose score Matrix NMS lowers below this are dropped
 
     mixup: bool = True  # every image is mixed with another one, but in the last no_aug_epochs
     mixup_beta: tuple[float, float] = (1.5, 1.5)  # parameters of the beta distribution of its share
-    expand_prob: float = 0.5  # probability of placing the image on a larger canvas
-    expand_ratio: float = 4.0  # largest side of that canvas, as a factor
-    expand_fill: tuple[int, int, int] = (123, 116, 103)  # its colour, RGB
-    random_crop: bool = True  # crops whose overlap with the boxes is constrained
-    distort_prob: float = 0.5  # probability of each of hue, saturation, contrast, brightness
-    flip_prob: float = 0.5  # probability of mirroring
 
     def validate(self) -> None:
         super().validate()
@@ -93,14 +81,9 @@ class PPYOLOExp(DetectionExp):
         self._expect("anchors", all(min(sides) > 0 for sides in self.anchors), "positive sides")
         self._expect("iou_aware_factor", 0 <= self.iou_aware_factor <= 1, "0 to 1")
         self._expect("ignore_threshold", 0 < self.ignore_threshold <= 1, "0 < ignore_threshold <= 1")
-        self._expect("post_threshold", 0 <= self.post_threshold < 1, "0 <= post_threshold < 1")
         self._expect("milestones", list(self.milestones) == sorted(self.milestones), "ascending epochs")
         self._expect("mixup_beta", min(self.mixup_beta) > 0, "two positive numbers")
         self._expect("assign_bytes", self.assign_bytes >= 1, "at least 1")
-        self._expect("pixel_std", min(self.pixel_std) > 0, "positive numbers")
-        for name in ("expand_prob", "distort_prob", "flip_prob"):
-            self._expect(name, 0 <= getattr(self, name) <= 1, "a probability, 0 to 1")
-        self._expect("expand_ratio", self.expand_ratio >= 1, "at least 1")
         try:
             self._anchors()
         except ValueError as error:
@@ -142,7 +125,7 @@ class PPYOLOExp(DetectionExp):
         )
         normalize = Normalize(self.pixel_mean, self.pixel_std)
         rules = load_rules(anchors.per_level, self.iou_aware)
-        return Detector(normalize, backbone, neck, head, criterion, self._postprocess(), rules)
+        return Detector(normalize, backbone, neck, head, criterion, self.get_postprocess(), rules)
 
     def _neck(self, in_channels: Sequence[int]) -> nn.Module:
         drop = {"keep_prob": self.keep_prob, "block_size": self.drop_block_size}
@@ -150,25 +133,8 @@ class PPYOLOExp(DetectionExp):
             return PPYOLOPAN(in_channels, self.neck_pairs, self.spp, **drop)
         return PPYOLOFPN(in_channels, self.neck_pairs, self.coord_conv, self.spp, grid=self.coord_grid, **drop)
 
-    def _postprocess(self) -> MatrixNMS | MulticlassNMS:
-        if self.nms_type == "matrix":
-            return MatrixNMS(self.score_threshold, self.post_threshold, self.nms_top_k, self.keep_top_k)
-        multi_label = self.nms_type == "multilabel"
-        return MulticlassNMS(self.score_threshold, self.nms_threshold, self.nms_top_k, self.keep_top_k, multi_label)
-
-    def train_pipeline(self) -> Callable[..., Sample]:
-        return DetectionTrainPipeline(
-            expand_prob=self.expand_prob,
-            expand_ratio=self.expand_ratio,
-            fill=self.expand_fill,
-            crop=RandomCrop() if self.random_crop else None,
-            distort=ColourDistortion(prob=self.distort_prob) if self.distort_prob else None,
-            flip_prob=self.flip_prob,
-            load=MixUp(*self.mixup_beta, self.max_epoch - self.no_aug_epochs) if self.mixup else load_sample,
-        )
-
-    def eval_transform(self) -> Callable[[Sample], Sample]:
-        return ResizeTransform(self.test_size)
+    def load_step(self) -> Callable[..., Sample]:
+        return MixUp(*self.mixup_beta, self.max_epoch - self.no_aug_epochs) if self.mixup else super().load_step()
 
     def param_rules(self) -> Sequence[ParamRule]:
         """No decay of norms and of the head's biases; the biases of ``conv_offset`` do decay (pure/optim_groups.miemie)."""

@@ -5,15 +5,12 @@ Source of the numbers: PaddleDetection 666f597, configs/ppyoloe (design/recipes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 from loguru import logger
 
 from mmdet.core.schedules import Schedule, warmup_cosine
-from mmdet.data.structures import Sample
-from mmdet.data.transforms import ColourDistortion, DetectionTrainPipeline, RandomCrop, ResizeTransform
-from mmdet.exp.detection import DetectionExp
+from mmdet.exp.expand_crop import ExpandCropExp
 from mmdet.families.ppyoloe.backbone import CSPRepResNet
 from mmdet.families.ppyoloe.compat import LOAD_RULES
 from mmdet.families.ppyoloe.head import ETHead
@@ -21,18 +18,15 @@ from mmdet.families.ppyoloe.loss import PPYOLOECriterion
 from mmdet.families.ppyoloe.neck import CustomCSPPAN
 from mmdet.models.assign import ASSIGN_BYTES
 from mmdet.models.detector import Detector, Normalize
-from mmdet.models.postprocess import MulticlassNMS
 
 
-class PPYOLOEExp(DetectionExp):
+class PPYOLOEExp(ExpandCropExp):
     """PP-YOLOE: 300 epochs on COCO from a pretrained backbone, 8 devices x 8 images."""
 
     depth: float = 1.0  # factor of the number of blocks
     width: float = 1.0  # factor of the number of channels
     plus: bool = False  # a learned weight on every 1x1 branch of the backbone (PP-YOLOE+)
     reg_max: int = 16  # largest distance from a point to a side of its box, in strides
-    pixel_mean: tuple[float, float, float] = (0.485, 0.456, 0.406)  # of RGB in [0, 1]
-    pixel_std: tuple[float, float, float] = (0.229, 0.224, 0.225)  # of RGB in [0, 1]
 
     static_assigner_epoch: int = 100  # epochs with ATSS before task-aligned assignment begins
     class_loss: Literal["varifocal", "focal"] = "varifocal"
@@ -48,13 +42,6 @@ class PPYOLOEExp(DetectionExp):
     nms_threshold = 0.7
     keep_top_k = 300
 
-    expand_prob: float = 0.5  # probability of placing the image on a larger canvas
-    expand_ratio: float = 4.0  # largest side of that canvas, as a factor
-    expand_fill: tuple[int, int, int] = (123, 116, 103)  # its colour, RGB
-    random_crop: bool = True  # crops whose overlap with the boxes is constrained
-    distort_prob: float = 0.5  # probability of each of hue, saturation, contrast, brightness
-    flip_prob: float = 0.5  # probability of mirroring
-
     def validate(self) -> None:
         super().validate()
         for name in ("depth", "width"):
@@ -62,10 +49,6 @@ class PPYOLOEExp(DetectionExp):
         self._expect("reg_max", self.reg_max >= 1, "at least 1")
         self._expect("static_assigner_epoch", self.static_assigner_epoch >= 0, "0 or more")
         self._expect("assign_bytes", self.assign_bytes >= 1, "at least 1")
-        self._expect("pixel_std", min(self.pixel_std) > 0, "positive numbers")
-        for name in ("expand_prob", "distort_prob", "flip_prob"):
-            self._expect(name, 0 <= getattr(self, name) <= 1, "a probability, 0 to 1")
-        self._expect("expand_ratio", self.expand_ratio >= 1, "at least 1")
         self._expect("cosine_horizon", self.cosine_horizon >= 1, "at least 1")
 
     def prepare(self) -> None:
@@ -90,28 +73,8 @@ class PPYOLOEExp(DetectionExp):
             weight_dfl=self.weight_dfl,
             assign_bytes=self.assign_bytes,
         )
-        postprocess = MulticlassNMS(
-            score_threshold=self.score_threshold,
-            nms_threshold=self.nms_threshold,
-            nms_top_k=self.nms_top_k,
-            keep_top_k=self.keep_top_k,
-            multi_label=self.nms_type == "multilabel",
-        )
         normalize = Normalize(self.pixel_mean, self.pixel_std)
-        return Detector(normalize, backbone, neck, head, criterion, postprocess, LOAD_RULES)
-
-    def train_pipeline(self) -> Callable[..., Sample]:
-        return DetectionTrainPipeline(
-            expand_prob=self.expand_prob,
-            expand_ratio=self.expand_ratio,
-            fill=self.expand_fill,
-            crop=RandomCrop() if self.random_crop else None,
-            distort=ColourDistortion(prob=self.distort_prob) if self.distort_prob else None,
-            flip_prob=self.flip_prob,
-        )
-
-    def eval_transform(self) -> Callable[[Sample], Sample]:
-        return ResizeTransform(self.test_size)
+        return Detector(normalize, backbone, neck, head, criterion, self.get_postprocess(), LOAD_RULES)
 
     def get_lr_schedule(self, steps_per_epoch: int) -> Schedule:
         return warmup_cosine(self.warmup_epochs * steps_per_epoch, self.cosine_horizon * self.max_epoch * steps_per_epoch)

@@ -29,7 +29,6 @@ from mmdet.families.yolox.loss import YOLOXCriterion
 from mmdet.families.yolox.neck import PAFPN, DarknetFPN
 from mmdet.models.assign import ASSIGN_BYTES
 from mmdet.models.detector import Detector, Normalize
-from mmdet.models.postprocess import MulticlassNMS
 
 LAST_MOSAIC = "last_mosaic.pth"
 
@@ -116,14 +115,7 @@ class YOLOXExp(DetectionExp):
             weight_l1=self.weight_l1,
             assign_bytes=self.assign_bytes,
         )
-        postprocess = MulticlassNMS(
-            score_threshold=self.score_threshold,
-            nms_threshold=self.nms_threshold,
-            nms_top_k=self.nms_top_k,
-            keep_top_k=self.keep_top_k,
-            multi_label=self.nms_type == "multilabel",
-        )
-        model = Detector(Normalize(scale=1.0, bgr=True), backbone, neck, head, criterion, postprocess, LOAD_RULES)
+        model = Detector(Normalize(scale=1.0, bgr=True), backbone, neck, head, criterion, self.get_postprocess(), LOAD_RULES)
         set_norms(model)
         return model
 
