@@ -12,12 +12,13 @@ if __name__ == "__main__":  # works from any folder, installed or not
 
 from loguru import logger
 
-from mmdet.core.cli import Parser, add_exp_arguments, exp_from_arguments, run_command
+from mmdet.core.cli import Parser, add_exp_arguments, exp_from_arguments, exp_source, run_command
 from mmdet.core.launch import relaunch, script_path
 from mmdet.core.run import RunOptions, read_record
 from mmdet.core.trainer import Trainer
 from mmdet.errors import CheckpointError, UsageError
-from mmdet.exp import Exp
+from mmdet.exp import Exp, get_exp
+from mmdet.exp.fields import split_overrides
 from mmdet.exp.load import exp_of_record
 
 
@@ -35,7 +36,7 @@ def make_parser() -> Parser:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--amp", choices=["off", "bf16", "fp16"], help="precision of the forward pass")
     parser.add_argument("--fp16", action="store_true", help="the same as --amp fp16")
-    parser.add_argument("--data", default="", help="COCO-format folder, or 'demo' for generated data")
+    parser.add_argument("--data", help="COCO-format folder, or 'demo' for generated data")
     parser.add_argument("--demo", action="store_true", help="generated data and a schedule of minutes on two CPU cores")
     parser.add_argument("--workers", type=int, default=2, help="processes that load data")
     parser.add_argument("--seed", type=int)
@@ -79,7 +80,9 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 def build_exp(args: argparse.Namespace) -> Exp:
     """The exp with everything that flags and words say; flags and words are both the user's."""
-    exp = exp_from_arguments(args)
+    if args.data is not None and not args.data.strip():
+        raise UsageError("--data '': expected a folder or 'demo'")
+    exp = get_exp(source_of_resumed(args)) if args.resume and not exp_source(args) else exp_from_arguments(args)
     if args.demo:
         for name, value in {"data_dir": "demo", **exp.demo_settings()}.items():
             exp.set(name, value, "--demo")
@@ -92,12 +95,24 @@ def build_exp(args: argparse.Namespace) -> Exp:
         "data_dir": args.data or None,
         "output_dir": args.output or None,
     }
+    words = dict(split_overrides(args.overrides))
     for name, value in flags.items():
         if value is not None:
+            if name in words:
+                raise UsageError(f"{name} is given twice, by a flag ({value}) and by {name}={words[name]}: leave one out")
             exp.set(name, value, "command line")
     exp.override(args.overrides)
     exp.validate()
     return exp
+
+
+def source_of_resumed(args: argparse.Namespace) -> str:
+    """The exp file of the run that --resume names, so that -f need not be given again."""
+    path = Path(args.resume)
+    try:
+        return read_record(path if path.is_dir() else path.parent)["exp"]["file"]
+    except UsageError as error:
+        raise UsageError(f"--resume {path} without an exp: {error}. Give the run's exp with -f") from error
 
 
 def options_of(args: argparse.Namespace, argv: list[str]) -> RunOptions:
@@ -112,7 +127,10 @@ def options_of(args: argparse.Namespace, argv: list[str]) -> RunOptions:
     patterns = [f"--load-map {word}" for word in args.load_map] + [f"--ignore {word}" for word in args.ignore]
     if resume is not None and (args.raw or patterns):
         raise UsageError(f"--resume takes the whole state of a run: leave out {(patterns + ['--raw'])[0]}")
+    if resume and args.output:
+        logger.warning(f"--output {args.output} is not used: --resume {resume} goes on in the run's own folder")
     options = RunOptions(
+        devices=args.devices,
         device=args.device,
         workers=args.workers,
         eval_batch_size=args.eval_batch_size,
@@ -131,15 +149,19 @@ def options_of(args: argparse.Namespace, argv: list[str]) -> RunOptions:
 
 def rerun_of(args: argparse.Namespace, argv: list[str]) -> tuple[Exp, RunOptions]:
     """The exp and the options of an earlier run, for a new one."""
-    free = {"rerun", "experiment_name", "output", "dry_run"}
+    free = {"rerun", "experiment_name", "output", "dry_run", "data", "overrides"}
     defaults = vars(make_parser().parse_args([]))
     given = [f"--{name.replace('_', '-')}" for name, value in vars(args).items() if name not in free and value != defaults[name]]
+    given += args.overrides
     if given:
-        raise UsageError(f"--rerun repeats a run as it was: leave out {', '.join(given)} (allowed: -expn, --output, --dry-run)")
+        allowed = "-expn, --output, --dry-run, and --data for data that was moved"
+        raise UsageError(f"--rerun repeats a run as it was: leave out {', '.join(given)} (allowed: {allowed})")
     record = read_record(args.rerun)
     exp = exp_of_record(record, f"rerun of {args.rerun}")
     if args.output:
         exp.set("output_dir", args.output, "command line")
+    if args.data:
+        exp.set("data_dir", args.data, "command line")
     options = RunOptions(**{**record["options"], "experiment_name": args.experiment_name, "command": command_of(argv)})
     return exp, options
 
@@ -154,7 +176,7 @@ def run(argv: list[str]) -> int:
         args.overrides, args.resume = [args.resume, *args.overrides], ""
     check_numbers(args)
     exp, options = rerun_of(args, argv) if args.rerun else (build_exp(args), options_of(args, argv))
-    code = relaunch(args.devices, script_path(), argv)
+    code = relaunch(options.devices, script_path(), argv)
     if code is not None:
         return code
     trainer = Trainer(exp, options)

@@ -48,6 +48,8 @@ def save_atomic(payload: Mapping[str, Any], path: Path) -> None:
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch's writer turns an OSError into a RuntimeError
+        if _was_interrupted(error):
+            raise KeyboardInterrupt from error
         cause = _os_error(error)
         reason = (cause.strerror or str(cause)) if cause else str(error).split("\n")[0]
         raise OSError(
@@ -55,6 +57,13 @@ def save_atomic(payload: Mapping[str, Any], path: Path) -> None:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C came while torch wrote: its writer then fails as well, and hides the interrupt."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _os_error(error: BaseException) -> OSError | None:

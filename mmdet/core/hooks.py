@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mmdet.core.files import link_atomic
+from mmdet.errors import UsageError
 
 if TYPE_CHECKING:
     from mmdet.core.trainer import Trainer
 
 
 class Hook:
-    """Override what is needed; every method gets the Trainer."""
+    """Override what is needed; every method gets the Trainer. A method whose name looks like one of these and is none is an
+    error when the class is made: it would never be called."""
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        known = [name for name in vars(Hook) if name.startswith("on_")]
+        wrong = [n for n in vars(cls) if n.startswith(("on_", "before_", "after_")) and n not in known]
+        if wrong:
+            raise UsageError(f"hook {cls.__name__}: {wrong[0]!r} is never called; a hook's methods are {', '.join(known)}")
 
     def on_train_start(self, trainer: Trainer) -> None: ...
 

@@ -68,6 +68,7 @@ def relaunch(devices: int, script: str, argv: list[str]) -> int | None:
         return None
     if devices > torch.cuda.device_count() > 0:
         raise UsageError(f"-d {devices}: this machine has {torch.cuda.device_count()} CUDA devices")
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -76,6 +77,8 @@ def relaunch(devices: int, script: str, argv: list[str]) -> int | None:
     except ChildFailedError as error:  # the processes have said what was wrong
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
     return 0
 
 

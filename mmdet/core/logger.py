@@ -102,7 +102,8 @@ def report_failure(error: BaseException, where: str, run_dir: Path | None) -> No
         logger.error(f"\n{trace}")
     what = "interrupted" if isinstance(error, KeyboardInterrupt) else describe_error(error)
     folder = f"; log: {run_dir / 'train_log.txt'}" if run_dir else ""
-    logger.error(f"stopped at {where}: {what}{folder}")
+    again = f"; go on from the last save with --resume {run_dir}" if run_dir and (run_dir / "last.pth").is_file() else ""
+    logger.error(f"stopped at {where}: {what}{folder}{again if isinstance(error, KeyboardInterrupt) else ''}")
     error.reported = True
 
 

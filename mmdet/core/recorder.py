@@ -49,7 +49,7 @@ class Recorder:
     def train_line(
         self, step: int, where: str, scalars: dict[str, float], lrs: dict[str, float], norms: dict[str, float], **info
     ) -> None:
-        """``info``: eta, data_time, step_time (seconds), rate (images/s), memory, facts (of the batch)."""
+        """``info``: epoch, eta, data_time, step_time (seconds), rate (images/s), memory, facts (of the batch)."""
         if self._writer is None:
             return
         wait, whole = info["data_time"], info["step_time"]
@@ -65,11 +65,12 @@ class Recorder:
         self._writer.write(
             "train",
             step,
+            epoch=info["epoch"],
             **scalars,
             lr=lrs,
             grad_norm=norms,
             time={"data": wait, "iter": whole},
-            **{k: str(v) for k, v in info["facts"].items()},
+            **info["facts"],
         )
         board = {f"train/{k}": v for k, v in scalars.items()} | {f"lr/{k}": v for k, v in lrs.items()}
         board |= {f"grad_norm/{k}": v for k, v in norms.items()} | {"time/data": wait, "time/iter": whole}

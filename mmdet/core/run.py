@@ -24,6 +24,7 @@ RECORD, EXP_COPY = "run.json", "exp.py"
 
 @dataclass(frozen=True)
 class RunOptions:
+    devices: int = 1  # processes that -d starts
     device: str = "auto"
     workers: int = 2
     eval_batch_size: int = 8
@@ -49,6 +50,8 @@ def new_run_dir(exp_dir: Path, name: str) -> Path:
     """
     stamp = datetime.datetime.now().strftime("%Y%m%d_%H%M%S")
     path = exp_dir / (name or stamp)
+    if name and Path(name).name != name:
+        raise UsageError(f"-expn {name}: expected a plain folder name; --output says where run folders are made")
     if name and checkpoint_candidates(path):
         raise UsageError(
             f"-expn {name}: {str(path)!r} holds the checkpoints of an earlier run: choose another name, go on with that run "
@@ -93,7 +96,7 @@ def read_record(run_dir: str | Path) -> dict[str, Any]:
         source, copy = Path(record["exp"]["file"]), path.parent / EXP_COPY
         record["exp"]["values"], record["options"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--rerun {run_dir}: expected a run folder with a readable {RECORD} ({error})") from error
+        raise UsageError(f"{str(run_dir)!r}: expected a run folder with a readable {RECORD} ({error})") from error
     if copy.is_file() and not (source.is_file() and source.read_bytes() == copy.read_bytes()):
         record["exp"]["file"] = str(copy)
     return record

@@ -347,6 +347,7 @@ class Trainer:
             scalars,
             {g["name"]: g["lr"] for g in self.optimizer.param_groups},
             norms,
+            epoch=done // steps + 1,
             eta=self._eta(),
             data_time=data_time,
             step_time=step_time,

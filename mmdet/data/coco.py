@@ -206,7 +206,7 @@ class CocoDataset:
 
     def report(self) -> str:
         """What the file holds and what was mended, for the log."""
-        boxes = np.count_nonzero(~self._crowd)
+        boxes = self.num_boxes
         without = np.count_nonzero(np.diff(self._offsets) == 0)
         lines = [
             f"{self.annotation_file}: {len(self)} images, {boxes} boxes of {len(self.categories)} classes, "
@@ -221,6 +221,25 @@ class CocoDataset:
         if counts.unlisted:
             lines.append(f"{len(counts.unlisted)} annotations of images that are not listed, ids: {_listed(counts.unlisted)}")
         return "\n".join(lines)
+
+    @property
+    def num_boxes(self) -> int:
+        """Boxes in use, crowd regions left out."""
+        return int(np.count_nonzero(~self._crowd))
+
+    def doubts(self) -> list[str]:
+        """What a person should look at before trusting a run on this file."""
+        lines, counts = [], self._counts
+        if len(self) and not self.num_boxes:
+            lines.append(f"{self.annotation_file}: no image has a box; AP is undefined on it")
+        if counts.dropped:
+            lines.append(f"{self.annotation_file}: {len(counts.dropped)} annotations are unusable and left out (listed above)")
+        if len(counts.clipped) > 0.3 * max(self.num_boxes, 1):
+            lines.append(
+                f"{self.annotation_file}: {len(counts.clipped)} of {self.num_boxes} boxes reach out of their image and are "
+                "clipped; 'bbox' must be [x, y, width, height] in px: were x1, y1, x2, y2 written?"
+            )
+        return lines
 
     def judge_image_id(self, image_id: int | str) -> int:
         """The integer by which the judge knows an image: the id itself, or a number where the file's ids are strings."""

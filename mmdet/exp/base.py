@@ -89,7 +89,10 @@ class Exp:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
-            raise AttributeError(f"use exp.set({name!r}, value, origin), which checks the type and remembers the origin")
+            raise AttributeError(
+                f"{type(self).__name__}.{name} is a field: give its value in the class body (`{name} = ...`), not in __init__; "
+                f"from outside use exp.set({name!r}, value, origin), which checks the type and remembers the origin"
+            )
         super().__setattr__(name, value)
 
     # -- fields ---------------------------------------------------------------------------------------------------------

@@ -135,14 +135,19 @@ class DetectionExp(Exp):
 
     def prepare(self) -> None:
         """Reads the annotations, adopts their classes and checks that every image can be read and val agrees with train."""
+        if self.data_dir != DEMO:  # so that a checkpoint or --rerun finds it from any folder
+            self.set("data_dir", str(self._data_root().resolve()), self.origin("data_dir"))
         train, val = self.dataset("train"), self.dataset("val")
         train.categories.check_same(val.file_categories, train.annotation_file, val.annotation_file)
         self.adopt_classes(train.categories)
         for data in (train, val):
             logger.info(data.report())
+            for doubt in data.doubts():
+                logger.warning(doubt)
             data.check_files()
-        if not len(train):
-            raise DataError(f"{train.annotation_file}: there is no image to train on")
+        if not train.num_boxes:
+            what = "box" if len(train) else "image"
+            raise DataError(f"{train.annotation_file}: there is no {what} to train on")
         logger.info(f"classes, from {train.annotation_file}:\n{train.categories.table()}")
 
     def adopt_classes(self, categories: Categories) -> None:

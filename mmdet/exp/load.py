@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmdet.core import run
 from mmdet.core.entries import IDENTITY, check_entries
 from mmdet.errors import CheckpointError, UsageError
 from mmdet.exp import fields
@@ -39,7 +40,7 @@ def get_exp(file_or_name: str | Path, overrides: Sequence[str] | Mapping[str, An
     """
     path = find_exp_file(file_or_name)
     exp = _exp_class(path)()
-    exp.set("exp_name", path.stem, EXP_FILE)
+    exp.set("exp_name", _name_of(path), EXP_FILE)
     exp.set("exp_file", str(path), EXP_FILE)
     if isinstance(overrides, Mapping):
         for name, value in overrides.items():
@@ -48,6 +49,13 @@ def get_exp(file_or_name: str | Path, overrides: Sequence[str] | Mapping[str, An
         exp.override(overrides)
     exp.validate()
     return exp
+
+
+def _name_of(path: Path) -> str:
+    """The stem of an exp file; of the copy in a run folder, the name of the exp that it is a copy of."""
+    if path.name == run.EXP_COPY and (path.parent / run.RECORD).is_file():
+        return run.read_record(path.parent)["exp"]["name"]
+    return path.stem
 
 
 def find_exp_file(file_or_name: str | Path) -> Path:

@@ -296,3 +296,20 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
     assert "NAMED" in done.stderr and "could not save last.pth; files saved earlier are untouched" in done.stderr, done.stderr
     assert torch.equal(read_checkpoint(tmp_path / "last.pth")["a"], torch.ones(3))
     assert [p.name for p in tmp_path.iterdir()] == ["last.pth"]
+
+
+def test_ctrl_c_while_a_file_is_written_is_an_interrupt(tmp_path, monkeypatch):
+    """torch's writer fails on its way out and hides the interrupt."""
+
+    def interrupted(content, file):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("unexpected pos")
+
+    save_atomic({"model": {"a": torch.ones(3)}}, tmp_path / "last.pth")
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_atomic({"model": {"a": torch.zeros(3)}}, tmp_path / "last.pth")
+    monkeypatch.undo()
+    assert torch.equal(read_checkpoint(tmp_path / "last.pth")["model"]["a"], torch.ones(3))

@@ -328,3 +328,8 @@ def test_a_name_that_is_taken_is_refused(tmp_path):
     trainer_of(line_exp(tmp_path), experiment_name="a").train()
     with pytest.raises(UsageError, match="-expn a: .*earlier run.*--resume"):
         trainer_of(line_exp(tmp_path), experiment_name="a")
+
+
+def test_a_hook_method_that_would_never_be_called_is_refused():
+    with pytest.raises(UsageError, match="'after_epoch' is never called.*on_epoch_end"):
+        type("Mine", (Hook,), {"after_epoch": lambda self, trainer: None})

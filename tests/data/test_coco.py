@@ -398,3 +398,16 @@ def test_s3_few_large_arrays_instead_of_many_objects(tmp_path):
     assert len(ds.annotation(0).boxes) == 50_000
     assert sum(len(v) for v in vars(ds).values() if isinstance(v, (list, dict, tuple))) < 20
     assert len(pickle.dumps(ds)) < 60 * 50_000
+
+
+def test_boxes_written_as_corners_are_doubted(tmp_path):
+    from toy import make_toy
+
+    def corners(coco, split):
+        for a in coco["annotations"]:
+            x, y, w, h = a["bbox"]
+            a["bbox"] = [x, y, x + w + 80, y + h + 60]
+
+    source = CocoDataset(*find_coco(make_toy(tmp_path, 6, 2, edit=corners), "train"))
+    assert any("were x1, y1, x2, y2 written?" in line for line in source.doubts())
+    assert not CocoDataset(*find_coco(make_toy(tmp_path / "good", 6, 2), "train")).doubts()

@@ -162,7 +162,7 @@ def test_a_resume_needs_no_word_of_the_first_command(work, train):
     assert run_command(train_tool.run, ["-f", "toy_exp.py", "--resume", "--output", "out", "--workers", "0", "max_epoch=3"]) == 0
     values = read_checkpoint("out/toy_exp/a/last.pth")["exp"]["values"]
     assert {k: values[k] for k in ("data_dir", "batch_size", "seed", "max_epoch")} == {
-        "data_dir": "data",
+        "data_dir": str(Path("data").resolve()),
         "batch_size": 3,
         "seed": 4,
         "max_epoch": 3,
@@ -177,3 +177,35 @@ def test_other_annotations_are_another_run(work, train):
     make_toy("data", 7, 3)
     code, text = train("--resume", "max_epoch=2")
     assert code == 2 and "steps per epoch: the checkpoint has 3, this run has 4" in text and "val data" in text
+
+
+def test_a_run_folder_is_enough_to_go_on(work, train):
+    """``--resume RUN`` without an exp, also from the run's own copy when the exp file was renamed."""
+    assert train("-expn", "a", "max_epoch=1")[0] == 0
+    words = ["--workers", "0", "--device", "cpu"]
+    assert run_command(train_tool.run, ["--resume", "out/toy_exp/a", *words, "max_epoch=2"]) == 0
+    Path("toy_exp.py").rename("renamed.py")
+    assert run_command(train_tool.run, ["--resume", "out/toy_exp/a", *words, "max_epoch=3"]) == 0
+    assert run_command(train_tool.run, ["-f", "out/toy_exp/a/exp.py", "--resume", "out/toy_exp/a", *words, "max_epoch=4"]) == 0
+    state = read_checkpoint("out/toy_exp/a/last.pth")
+    assert state["epoch"] == 4 and state["exp"]["name"] == "toy_exp"
+
+
+def test_a_rerun_finds_its_data_from_anywhere(work, train, monkeypatch, tmp_path_factory):
+    assert train("-expn", "a", "max_epoch=1")[0] == 0
+    run_dir = Path("out/toy_exp/a").resolve()
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert run_command(train_tool.run, ["--rerun", str(run_dir), "--output", "again", "-expn", "b"]) == 0
+    assert Path("again/toy_exp/b/last.pth").is_file()
+
+
+def test_contradictions_of_flags_and_fields(work, train):
+    for words, message in (
+        (("-b", "4", "batch_size=2"), "batch_size is given twice, by a flag (4) and by batch_size=2"),
+        (("--seed", "1", "seed=2"), "seed is given twice"),
+        (("-expn", "a/../b"), "-expn a/../b: expected a plain folder name"),
+    ):
+        code, text = train(*words)
+        assert code == 2 and message in text, text
+    assert run_command(train_tool.run, ["--rerun", "out", "max_epoch=3"]) == 2
+    assert run_command(train_tool.run, ["-f", "toy_exp.py", "--data", ""]) == 2

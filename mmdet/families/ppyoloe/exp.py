@@ -56,7 +56,7 @@ class PPYOLOEExp(ExpandCropExp):
         if 0 < self.max_epoch <= self.static_assigner_epoch:
             logger.warning(
                 f"static_assigner_epoch={self.static_assigner_epoch} is not reached in max_epoch={self.max_epoch}: every epoch "
-                f"uses ATSS. The recipe gives it a third of the epochs; that would be static_assigner_epoch={self.max_epoch // 3}"
+                f"uses ATSS. The recipe gives it a third of them: static_assigner_epoch={max(self.max_epoch // 3, 1)}"
             )
 
     def get_model(self) -> Detector:

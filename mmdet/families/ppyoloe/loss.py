@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mmdet.core.distributed import mean_normalizers
+from mmdet.core.distributed import get_world_size, mean_normalizers
 from mmdet.data.structures import Batch, LossOutput, Targets
 from mmdet.families.ppyoloe.assigner import assign_atss, assign_task_aligned
 from mmdet.families.ppyoloe.head import Predictions, expected_distances
@@ -21,7 +21,8 @@ class PPYOLOECriterion(nn.Module):
     Until ``static_assigner_epoch`` (``batch.epoch`` below it) points are assigned by ATSS, afterwards task-aligned. All three
     losses are divided by the sum of the target scores over all ranks, at least 1, over the number of ranks. A target's mix-up
     weight multiplies the losses of its positives. Points inside an ignore region that are not positive carry no class loss.
-    Statistics: ``loss_l1`` (mean distance of the corners, strides), ``num_pos`` (positives per image), ``score_sum``.
+    Statistics: ``loss_l1`` (mean distance of the corners, strides), ``num_pos`` (positives per image), ``score_sum`` (over the
+    batch of all ranks: ranks are averaged in the log).
 
     Raises:
         NonFiniteError: a prediction is not finite; it is named.
@@ -65,7 +66,7 @@ class PPYOLOECriterion(nn.Module):
             "loss_dfl": self.weight_dfl * dfl / normalizer,
         }
         num_pos = assigned.positive.sum() / len(batch)
-        return LossOutput(losses, {"loss_l1": l1, "num_pos": num_pos, "score_sum": assigned.scores.sum()})
+        return LossOutput(losses, {"loss_l1": l1, "num_pos": num_pos, "score_sum": assigned.scores.sum() * get_world_size()})
 
     @torch.no_grad()
     def assign(self, predictions: Predictions, batch: Batch) -> Assignment:
