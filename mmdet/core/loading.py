@@ -78,7 +78,8 @@ def load_pretrained(
 
     Raises:
         CheckpointError: the model is untouched then. Fewer than half of the file's tensors (class layers and constants left
-            out) find a place, or none where ``options`` has patterns; or, with ``strict``, a tensor of either side is left over.
+            out) find a place, or none where ``options`` has patterns; a part of the model gets nothing while the file has other
+            tensors; or, with ``strict``, a tensor of either side is left over.
     """
     options = options or LoadOptions()
     rules: LoadRules = getattr(model, "load_rules", LoadRules())
@@ -91,6 +92,12 @@ def load_pretrained(
     placed, total = _counts(report, rules)
     if placed == 0 or (placed * 2 < total and not options.chosen):
         raise _foreign(report, placed, total, "choose the exp that made the file")
+    bare = _bare_parts(own, report, rules)
+    if bare and placed < total and not options.chosen:
+        advice = (
+            f"choose the exp that made the file (nothing in it is for {', '.join(bare)}; pretrained_backbone= takes backbones)"
+        )
+        raise _foreign(report, placed, total, advice)
     left = [*report.reinitialized, *report.missing, *report.unexpected]
     if strict and left:
         raise CheckpointError(f"{report.source}: {len(left)} tensors do not fit: {left[:5]}\n{report}")
@@ -252,6 +259,15 @@ def _counts(report: LoadReport, rules: LoadRules) -> tuple[int, int]:
     patterns = [r.pattern for r in rules.class_rows]
     placed = sum(not _any_match(patterns, n) for n in report.loaded)
     return placed, placed + sum(not _any_match(patterns, n) for n in (*report.reinitialized, *report.unexpected))
+
+
+def _bare_parts(own: StateDict, report: LoadReport, rules: LoadRules) -> list[str]:
+    """Parts of the model (the first words of its names) that got nothing, class layers left out: another architecture's file
+    may share most of its tensors, those of a common backbone."""
+    patterns = [r.pattern for r in rules.class_rows]
+    parts = dict.fromkeys(name.split(".")[0] for name in own if not _any_match(patterns, name))
+    served = {name.split(".")[0] for name in report.loaded}
+    return [part for part in parts if part not in served]
 
 
 def _foreign(report: LoadReport, placed: int, total: int, advice: str) -> CheckpointError:
