@@ -231,7 +231,7 @@ class CocoDataset:
         """What a person should look at before trusting a run on this file."""
         lines, counts = [], self._counts
         if len(self) and not self.num_boxes:
-            lines.append(f"{self.annotation_file}: no image has a box; AP is undefined on it")
+            lines.append(f"{self.annotation_file}: no image has a box: nothing can be learnt from it, and AP is undefined on it")
         if counts.dropped:
             lines.append(f"{self.annotation_file}: {len(counts.dropped)} annotations are unusable and left out (listed above)")
         if len(counts.clipped) > 0.3 * max(self.num_boxes, 1):

@@ -145,9 +145,8 @@ class DetectionExp(Exp):
             for doubt in data.doubts():
                 logger.warning(doubt)
             data.check_files()
-        if not train.num_boxes:
-            what = "box" if len(train) else "image"
-            raise DataError(f"{train.annotation_file}: there is no {what} to train on")
+        if not len(train):
+            raise DataError(f"{train.annotation_file}: there is no image to train on")
         logger.info(f"classes, from {train.annotation_file}:\n{train.categories.table()}")
 
     def adopt_classes(self, categories: Categories) -> None:
