@@ -20,13 +20,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Recipe:
-    """``train`` and ``judge``: words behind tools/train.py and tools/eval.py; ``{data}`` is the folder that --data names."""
+    """``train`` and ``judge``: words behind tools/train.py and tools/eval.py, with ``{data}`` and ``{ckpt}`` from the flags."""
 
     what: str
     train: str
     judge: tuple[str, ...]
     seeds: tuple[int, ...] = (0,)
     needs_data: bool = False
+    needs_ckpt: bool = False
+    judged: str = "best.pth"
 
 
 _BCCD_SCRATCH = (
@@ -34,8 +36,22 @@ _BCCD_SCRATCH = (
     "max_epoch=15 warmup_epochs=1 static_assigner_epoch=3 eval_interval=1 random_crop=False expand_prob=0.25 channels_last=True"
 )
 
+_BCCD_FINE_TUNING = (
+    "-b 16 input_size=320 test_size=320 multiscale=(1,1) max_epoch=20 warmup_epochs=1 no_aug_epochs=5 eval_interval=20 "
+    "channels_last=True --workers 1"
+)
+
 RECIPES = {
     "demo": Recipe("the README's demo, from scratch", "-f exps/ppyoloe_s.py --demo", ("-b 1", "-b 5")),
+    "bccd_yolox_nano": Recipe(
+        "blood cells from COCO weights: 20 epochs at 320 px, the last weights judged",
+        f"-f exps/yolox_nano.py -c {{ckpt}} --data {{data}} {_BCCD_FINE_TUNING}",
+        ("--data {data} --split val", "--data {data} --split test"),
+        seeds=(0, 1, 2),
+        needs_data=True,
+        needs_ckpt=True,
+        judged="last.pth",
+    ),
     "bccd_ppyoloe_s": Recipe(
         "blood cells from scratch: 205 photographs, 15 epochs at 320 px",
         f"-f exps/ppyoloe_s.py --data {{data}} {_BCCD_SCRATCH}",
@@ -49,11 +65,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=sorted(RECIPES), help="; ".join(f"{k}: {r.what}" for k, r in sorted(RECIPES.items())))
     parser.add_argument("--data", default="", help="the data set, for recipes that need one")
+    parser.add_argument("--ckpt", default="", help="the checkpoint to fine-tune from, for recipes that need one")
     parser.add_argument("--output", default="outputs/reproduce", help="where the runs go")
     args = parser.parse_args()
     recipe = RECIPES[args.name]
     if recipe.needs_data and not args.data:
         parser.error(f"{args.name} needs its data set: --data DIR")
+    if recipe.needs_ckpt and not args.ckpt:
+        parser.error(f"{args.name} fine-tunes: --ckpt FILE")
     say(f"{args.name}: {recipe.what}")
     say(f"{datetime.date.today()}, {platform.machine()}, python {platform.python_version()}, commit {commit()}")
     for seed in recipe.seeds:
@@ -64,17 +83,20 @@ def main() -> int:
 def reproduce(recipe: Recipe, seed: int, args: argparse.Namespace) -> None:
     output = Path(args.output).resolve() / args.name
     name = f"seed{seed}_{datetime.datetime.now():%Y%m%d_%H%M%S}"
-    words = [w.replace("{data}", args.data) for w in recipe.train.split()]
+    words = fill(recipe.train, args)
     start = time.perf_counter()
     run("train.py", [*words, "--seed", str(seed), "--output", str(output), "-expn", name])
     say(f"  trained in {(time.perf_counter() - start) / 60:.1f} minutes")
-    checkpoint = next(output.glob(f"*/{name}/best.pth"))
+    checkpoint = next(output.glob(f"*/{name}/{recipe.judged}"))
     for judge in recipe.judge:
         report = checkpoint.with_name("judged.json")
-        words = [w.replace("{data}", args.data) for w in judge.split()]
-        run("eval.py", ["-c", str(checkpoint), *words, "--json", str(report)])
+        run("eval.py", ["-c", str(checkpoint), *fill(judge, args), "--json", str(report)])
         metrics = json.loads(report.read_text(encoding="utf-8"))["metrics"]
         say(f"  AP {metrics['AP']:.4f}, AP50 {metrics['AP50']:.4f}, AP75 {metrics['AP75']:.4f}")
+
+
+def fill(line: str, args: argparse.Namespace) -> list[str]:
+    return [word.replace("{data}", args.data).replace("{ckpt}", args.ckpt) for word in line.split()]
 
 
 def run(script: str, words: list[str]) -> None:
