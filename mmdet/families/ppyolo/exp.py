@@ -149,10 +149,10 @@ class PPYOLOExp(ExpandCropExp):
         """From scratch in minutes on two cores: small images as they are, without mix-up, crops and DropBlock, which such a short
         run has no time to learn from. The rate falls early, because the L1 terms do not settle before it does."""
         return {
-            "max_epoch": 40,
-            "milestones": (26.0, 36.0),
+            "max_epoch": 30,
+            "milestones": (20.0, 27.0),
             "warmup_epochs": 1.0,
-            "eval_interval": 10,
+            "eval_interval": 15,
             "batch_size": 8,
             "recipe_batch_size": 8,
             "basic_lr_per_img": 0.01 / 8,
