@@ -12,6 +12,7 @@ from mmdet.core.launch import strip_local_rank
 from mmdet.core.logger import describe_error, setup_logging
 from mmdet.errors import UsageError, UserError
 from mmdet.exp import Exp, get_exp
+from mmdet.exp.fields import nearest
 from mmdet.exp.load import shipped_names
 
 
@@ -19,7 +20,10 @@ class Parser(argparse.ArgumentParser):
     """Usage errors are one line and exit code 2."""
 
     def error(self, message: str) -> None:
-        raise UsageError(f"{message} (see {self.prog} --help)")
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
+        hint = nearest(unknown, flags) if unknown.startswith("-") else ""
+        raise UsageError(f"{message}{hint and f'.{hint}'} (see {self.prog} --help)")
 
 
 def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:

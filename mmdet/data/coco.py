@@ -75,7 +75,11 @@ def _find_annotations(root: Path, split: str) -> Path:
             raise DataError(f"several annotation files fit {root / pattern}: {', '.join(f.name for f in found)}; keep one there")
         if found:
             return found[0]
-    raise DataError(f"no annotations of split {split!r}: looked for {' and '.join(str(root / p) for p in patterns)}")
+    looked = " and ".join(str(root / p) for p in patterns)
+    raise DataError(
+        f"no annotations of split {split!r}: looked for {looked}; name the folder that holds 'annotations', and put a file in "
+        "COCO's format there for this split"
+    )
 
 
 def _first_file_names(file: Path, count: int = 16) -> list[str]:
