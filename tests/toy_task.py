@@ -34,11 +34,11 @@ class Points:
 class PointLoader:
     """24 fixed points; the order of an epoch is a function of (seed, epoch)."""
 
-    def __init__(self, batch_size, seed, rank=0, world=1):
+    def __init__(self, batch_size, seed, rank=0, world=1, data_seed=0):
         draw = np.random.default_rng(7)
         self.x = torch.tensor(draw.standard_normal((24, 3)), dtype=torch.float32)
         self.y = self.x @ torch.tensor([1.0, -2.0, 0.5]) + 0.3
-        self.batch_size, self.seed = batch_size, seed
+        self.batch_size, self.seed = batch_size, [seed, data_seed] if data_seed else [seed]
         self.rank, self.world = rank, world
         self.steps_per_epoch = 24 // batch_size
         self.seen = []
@@ -47,7 +47,7 @@ class PointLoader:
         step = start_step
         while True:
             epoch, inside = divmod(step, self.steps_per_epoch)
-            order = np.random.default_rng([self.seed, epoch]).permutation(24)
+            order = np.random.default_rng([*self.seed, epoch]).permutation(24)
             rows = order[inside * self.batch_size : (inside + 1) * self.batch_size][self.rank :: self.world]
             self.seen.append(rows.tolist())
             yield Points(self.x[rows], self.y[rows], rows.tolist(), step)
@@ -103,7 +103,7 @@ class LineExp(Exp):
         return Line(self.dropout)
 
     def get_train_loader(self, workers=0, rank=0, world=1, data_seed=0):
-        return PointLoader(self.batch_size, self.seed, rank, world)
+        return PointLoader(self.batch_size, self.seed, rank, world, data_seed)
 
     def get_prefetcher(self, batches, device):
         return (b.to(device) for b in batches)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import platform
 import subprocess
@@ -28,7 +29,7 @@ class Recipe:
     seeds: tuple[int, ...] = (0,)
     needs_data: bool = False
     needs_ckpt: bool = False
-    judged: str = "best.pth"
+    judged: tuple[str, ...] = ("best.pth",)
 
 
 _BCCD_SCRATCH = (
@@ -44,13 +45,13 @@ _BCCD_FINE_TUNING = (
 RECIPES = {
     "demo": Recipe("the README's demo, from scratch", "-f exps/ppyoloe_s.py --demo", ("-b 1", "-b 5")),
     "bccd_yolox_nano": Recipe(
-        "blood cells from COCO weights: 20 epochs at 320 px, the last weights judged",
+        "blood cells from COCO weights: 20 epochs at 320 px, the best and the last weights judged",
         f"-f exps/yolox_nano.py -c {{ckpt}} --data {{data}} {_BCCD_FINE_TUNING}",
         ("--data {data} --split val", "--data {data} --split test"),
-        seeds=(0, 1, 2),
+        seeds=(0, 1),
         needs_data=True,
         needs_ckpt=True,
-        judged="last.pth",
+        judged=("best.pth", "last.pth"),
     ),
     "bccd_ppyoloe_s": Recipe(
         "blood cells from scratch: 205 photographs, 15 epochs at 320 px",
@@ -87,9 +88,9 @@ def reproduce(recipe: Recipe, seed: int, args: argparse.Namespace) -> None:
     start = time.perf_counter()
     run("train.py", [*words, "--seed", str(seed), "--output", str(output), "-expn", name])
     say(f"  trained in {(time.perf_counter() - start) / 60:.1f} minutes")
-    checkpoint = next(output.glob(f"*/{name}/{recipe.judged}"))
-    for judge in recipe.judge:
-        report = checkpoint.with_name("judged.json")
+    run_dir = next(output.glob(f"*/{name}"))
+    for judge, checkpoint in itertools.product(recipe.judge, (run_dir / file for file in recipe.judged)):
+        report = run_dir / "judged.json"
         run("eval.py", ["-c", str(checkpoint), *fill(judge, args), "--json", str(report)])
         metrics = json.loads(report.read_text(encoding="utf-8"))["metrics"]
         say(f"  AP {metrics['AP']:.4f}, AP50 {metrics['AP50']:.4f}, AP75 {metrics['AP75']:.4f}")

@@ -12,11 +12,12 @@ if __name__ == "__main__":  # works from any folder, installed or not
 
 from loguru import logger
 
+from mmdet.core.checkpoint import require_file
 from mmdet.core.cli import Parser, add_exp_arguments, exp_from_arguments, exp_source, run_command
 from mmdet.core.launch import relaunch, script_path
-from mmdet.core.run import RunOptions, read_record
+from mmdet.core.run import AUTO, RunOptions, read_record
 from mmdet.core.trainer import Trainer
-from mmdet.errors import CheckpointError, UsageError
+from mmdet.errors import UsageError
 from mmdet.exp import Exp, get_exp
 from mmdet.exp.fields import split_overrides
 from mmdet.exp.load import exp_of_record
@@ -27,7 +28,12 @@ def make_parser() -> Parser:
     add_exp_arguments(parser)
     parser.add_argument("-c", "--ckpt", default="", help="fine-tune from this checkpoint")
     parser.add_argument(
-        "--resume", nargs="?", const="", help="continue a run: a checkpoint file; without one the newest run of the exp"
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="FILE|RUN|auto",
+        help="continue a run: a checkpoint file or run folder; without one the newest run of the exp; auto: also past damaged "
+        "files, and a new run where there is none (for jobs that are stopped and started again)",
     )
     add_load_arguments(parser)
     parser.add_argument("-b", "--batch-size", type=int, help="images per step over all devices")
@@ -44,6 +50,9 @@ def make_parser() -> Parser:
     parser.add_argument("--output", default="", help="run folders are made in OUTPUT/<exp>/")
     parser.add_argument(
         "--rerun", default="", metavar="RUN", help="a new run with the exp, values, data and seed of this run folder"
+    )
+    parser.add_argument(
+        "--occupy", action="store_true", help="take the memory of the largest batch at the start and keep it (CUDA)"
     )
     parser.add_argument("--dry-run", action="store_true", help="build everything, do one step, write nothing")
     return parser
@@ -82,7 +91,8 @@ def build_exp(args: argparse.Namespace) -> Exp:
     """The exp with everything that flags and words say; flags and words are both the user's."""
     if args.data is not None and not args.data.strip():
         raise UsageError("--data '': expected a folder or 'demo'")
-    exp = get_exp(source_of_resumed(args)) if args.resume and not exp_source(args) else exp_from_arguments(args)
+    named = args.resume not in (None, "", AUTO) and not exp_source(args)
+    exp = get_exp(source_of_resumed(args)) if named else exp_from_arguments(args)
     if args.demo:
         for name, value in {"data_dir": "demo", **exp.demo_settings()}.items():
             exp.set(name, value, "--demo")
@@ -120,14 +130,14 @@ def options_of(args: argparse.Namespace, argv: list[str]) -> RunOptions:
     resume, ckpt = args.resume, args.ckpt
     if resume == "" and ckpt:  # the lineage's spelling: --resume -c FILE
         resume, ckpt = ckpt, ""
-    if resume and ckpt:
+    if resume and ckpt and resume != AUTO:  # auto starts from the weights where there is no run to go on with
         raise UsageError(f"--resume {resume} goes on with a run, -c {ckpt} starts a new one from its weights: give one of them")
-    if ckpt and not Path(ckpt).is_file():
-        raise CheckpointError(f"-c {ckpt}: no such file")
+    if ckpt:
+        require_file(ckpt, "-c")
     patterns = [f"--load-map {word}" for word in args.load_map] + [f"--ignore {word}" for word in args.ignore]
-    if resume is not None and (args.raw or patterns):
+    if resume not in (None, AUTO) and (args.raw or patterns):
         raise UsageError(f"--resume takes the whole state of a run: leave out {(patterns + ['--raw'])[0]}")
-    if resume and args.output:
+    if resume not in (None, "", AUTO) and args.output:
         logger.warning(f"--output {args.output} is not used: --resume {resume} goes on in the run's own folder")
     options = RunOptions(
         devices=args.devices,
@@ -141,6 +151,7 @@ def options_of(args: argparse.Namespace, argv: list[str]) -> RunOptions:
         trust_checkpoint=args.trust_checkpoint,
         load_map=args.load_map,
         ignore=args.ignore,
+        occupy=args.occupy,
         command=command_of(argv),
     )
     options.load_options()  # a wrong pattern stops here

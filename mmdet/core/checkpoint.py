@@ -2,7 +2,7 @@
 these get into a model (``loading``)."""
 
 from mmdet.core.entries import is_trained_here
-from mmdet.core.files import link_atomic, read_checkpoint, save_atomic
+from mmdet.core.files import link_atomic, read_checkpoint, require_file, save_atomic
 from mmdet.core.loading import LoadReport, load_backbone, load_pretrained
 from mmdet.core.weights import LoadOptions, open_weights
 
@@ -15,5 +15,6 @@ __all__ = [
     "load_pretrained",
     "open_weights",
     "read_checkpoint",
+    "require_file",
     "save_atomic",
 ]

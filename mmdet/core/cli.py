@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from mmdet.core.failure import RankError
 from mmdet.core.launch import strip_local_rank
 from mmdet.core.logger import describe_error, setup_logging
 from mmdet.errors import UsageError, UserError
@@ -41,6 +42,8 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
         if not getattr(error, "reported", False):
             print("interrupted", file=sys.stderr)  # noqa: T201
         return 130
+    except RankError as error:  # that rank tells it
+        return error.exit_code
     except Exception as error:
         if not getattr(error, "reported", False):
             traceback.print_exc()

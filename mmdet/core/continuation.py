@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mmdet.core import run
 from mmdet.core.files import checksum
-from mmdet.core.state import DATA_SEED
 from mmdet.errors import CheckpointError, UsageError
 from mmdet.exp import fields
 from mmdet.exp.base import Exp
@@ -30,6 +29,9 @@ CHANGEABLE = frozenset(
         "print_interval",
         "save_interval_steps",
         "keep_checkpoints",
+        "snapshot_interval",
+        "max_failed_saves",
+        "warmup_pass",
         "data_dir",
     }
 )
@@ -103,8 +105,6 @@ def _conditions(trainer: Trainer, saved: Mapping[str, Any]) -> Iterator[str]:
             yield differs(name, before[key], now[key])
     if "class_names" not in trainer.exp.field_names() and list(saved["class_names"]) != list(trainer.exp.label_names()):
         yield differs("class names", list(saved["class_names"]), list(trainer.exp.label_names()))
-    if saved["data_seed"] != DATA_SEED:
-        yield differs("data_seed", saved["data_seed"], DATA_SEED)
     position = divmod(saved["step"], trainer.loader.steps_per_epoch)
     if position != (saved["epoch"], saved["position"]):
         yield differs(f"(epoch, position) of step {saved['step']}", (saved["epoch"], saved["position"]), position)
@@ -160,9 +160,14 @@ def _buffers(old: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterat
 
 def _notices(trainer: Trainer, saved: Mapping[str, Any]) -> Iterator[str]:
     before, now = saved["conditions"], trainer.conditions
-    for key, name in {"device": "the device", "world": "the number of processes"}.items():
-        if before[key] != now[key]:
-            yield f"{name} was {before[key]} and is {now[key]}: the run goes on, but not bit for bit as it would have"
+    if before["device"] != now["device"]:
+        yield f"the device was {before['device']} and is {now['device']}: the run goes on, with another rounding"
+    if before["world"] != now["world"]:
+        yield (
+            f"the number of processes was {before['world']} and is {now['world']}: the same samples come in the same order, and "
+            "sums over processes are equal up to rounding; layers that look at a process's own images (batch norm that is "
+            "trained and not synchronised, dropout) see other ones"
+        )
     if before["exp_file"] != now["exp_file"]:
         yield f"the exp file {trainer.exp.exp_file} was edited since this checkpoint was saved; its values agree"
     versions = run.versions()

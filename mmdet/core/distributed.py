@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 
 def is_initialized() -> bool:
@@ -46,19 +45,6 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=source)
     return box[0]
-
-
-def mean_normalizers(*values: Tensor) -> tuple[Tensor, ...]:
-    """``max(sum over ranks, 1) / world`` of each scalar, with one packed all-reduce.
-
-    Every rank must call it in every training step, also without boxes. At world size 1 it is ``max(value, 1)``, the formula
-    of the reference implementations.
-    """
-    packed = torch.stack([v.detach().to(torch.promote_types(v.dtype, torch.float32)).reshape(()) for v in values])
-    world = get_world_size()
-    if world > 1:
-        dist.all_reduce(packed)
-    return tuple((packed.clamp(min=1.0) / world).unbind())
 
 
 def mean_scalars(values: dict[str, float], device: torch.device | str = "cpu") -> dict[str, float]:

@@ -23,10 +23,14 @@ def exponential_decay(limit: float) -> Decay:
     return lambda updates: limit * (1 - math.exp(-(updates + 1) / 2000))
 
 
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.promote_types(value.dtype, torch.float32)
+
+
 class EMA:
     """``average = d * average + (1 - d) * weights`` after every optimizer step, with ``d = decay(updates)``.
 
-    Float parameters and buffers are averaged (batch-norm statistics too), in float32; integer buffers follow the model.
+    Float parameters and buffers are averaged (batch-norm statistics too), in at least float32; integer buffers follow the model.
     ``start``: the average begins as a ``copy`` of the weights or at ``zero``; from zero, ``correct`` divides it by
     ``1 - d_last ** updates`` when it is read. Reading never changes the running average.
     """
@@ -55,7 +59,7 @@ class EMA:
     def _restart(self, model: nn.Module) -> None:
         self.updates = 0
         self._average = {
-            name: torch.zeros_like(value, dtype=torch.float32) if self.start == "zero" else value.detach().float().clone()
+            name: torch.zeros_like(value, dtype=_wide(value)) if self.start == "zero" else value.detach().clone().to(_wide(value))
             for name, value in model.state_dict().items()
             if value.is_floating_point()
         }
@@ -65,7 +69,7 @@ class EMA:
         decay = self.decay(self.updates)
         self.updates += 1
         state = model.state_dict()
-        current = [state[name].detach().float() for name in self._average]
+        current = [state[name].detach().to(value.dtype) for name, value in self._average.items()]
         torch._foreach_lerp_(list(self._average.values()), current, 1.0 - decay)
 
     def start_epoch(self, model: nn.Module, epoch: int) -> None:
@@ -94,6 +98,15 @@ class EMA:
         judged = {name: value.clone() for name, value in self.module(model).state_dict().items()}
         running = self._average if self.correct else None
         return {"model": judged, "running": running, "updates": self.updates}
+
+    def running_state(self) -> dict[str, Any]:
+        """The running tensors themselves and the count: what an update changes."""
+        return {"average": self._average, "updates": self.updates}
+
+    def load_running_state(self, state: dict[str, Any]) -> None:
+        self.updates = state["updates"]
+        for name, value in self._average.items():
+            value.copy_(state["average"][name])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.updates = int(state["updates"])

@@ -86,6 +86,12 @@ def _is_conditions(value: Any) -> bool:
 _TENSORS = "a dict of tensors"
 _COUNT = "an integer, 0 or more"
 
+
+def _is_guard(value: Any) -> bool:
+    numbers = _is_named(value) and all(is_count(v) for k, v in value.items() if k != "recent")
+    return numbers and isinstance(value.get("recent", []), list) and all(is_count(v) for v in value.get("recent", []))
+
+
 # What every file of this package says about itself; only `exp`, `class_names` and `versions` must be there.
 IDENTITY = {
     "exp": Entry("{'name': text, 'file': text, 'values': dict}", _is_exp),
@@ -108,6 +114,8 @@ TRAINING = {
     "data_seed": Entry(_COUNT, is_count),
     "conditions": Entry("{'data': dict, 'steps_per_epoch': integer, 'precision': text, …}", _is_conditions),
 }
+# What it takes where it is there; files of earlier versions have none.
+OPTIONAL = {"guard": Entry("{'in_a_row': integer, 'recent': list of integers, …}", _is_guard)}
 
 
 def is_trained_here(content: Mapping[str, Any]) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pickle
 import re
+import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -37,12 +40,28 @@ def save_atomic(payload: Mapping[str, Any], path: Path) -> None:
         CheckpointError: an entry is neither a plain value nor a tensor.
         OSError: the file could not be written (a full disk, say); the message names it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {**payload, CHECKSUM: checksum(payload)}
+    _write_atomic(lambda file: torch.save(content, file), path)
+
+
+def serialized(payload: Mapping[str, Any]) -> bytes:
+    """What :func:`save_atomic` would write, for :func:`write_atomic` to write later."""
+    file = io.BytesIO()
+    torch.save({**payload, CHECKSUM: checksum(payload)}, file)
+    return file.getvalue()
+
+
+def write_atomic(data: bytes, path: Path) -> None:
+    """Writes ``data`` as :func:`save_atomic` does a checkpoint."""
+    _write_atomic(lambda file: file.write(data), path)
+
+
+def _write_atomic(write: Callable[[BinaryIO], Any], path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
-            torch.save(content, file)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -56,7 +75,13 @@ def save_atomic(payload: Mapping[str, Any], path: Path) -> None:
             cause.errno if cause else None, f"{reason}: could not save {path}; files saved earlier are untouched"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        _remove(temporary)
+
+
+def _remove(path: Path) -> None:
+    """Also where a read-only or lost file system refuses, after an error that has been told."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
@@ -89,17 +114,31 @@ def _sync_folder(folder: Path) -> None:
 def link_atomic(source: Path, target: Path) -> None:
     """Makes ``target`` the same file as ``source`` (a hard link where the file system has them, else a copy)."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
+    _remove(temporary)
     try:
         try:
             os.link(source, temporary)
         except OSError:
-            temporary.write_bytes(source.read_bytes())
+            _copy(source, temporary)
         os.replace(temporary, target)
+        _sync_folder(target.parent)
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror}: could not write {target}; {source} is untouched") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        _remove(temporary)
+
+
+def _copy(source: Path, target: Path) -> None:
+    with source.open("rb") as reading, target.open("wb") as writing:
+        shutil.copyfileobj(reading, writing, 1 << 20)
+        writing.flush()
+        os.fsync(writing.fileno())
+
+
+def numbered_epochs(folder: Path) -> list[Path]:
+    """The ``epoch_NNN.pth`` of a run folder, latest epoch first, whatever the clock said."""
+    found = [(int(m[1]), path) for path in folder.glob("epoch_*.pth") if (m := re.fullmatch(r"epoch_(\d+)\.pth", path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -158,8 +197,7 @@ def read_checkpoint(path: str | Path, trust: bool = False) -> dict[str, Any]:
         CheckpointError: names the file and what is wrong with it.
     """
     path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"checkpoint {str(path)!r} {'is a folder' if path.is_dir() else 'does not exist'}")
+    require_file(path)
     if path.suffix in _NO_WEIGHTS:
         raise CheckpointError(f"{str(path)!r} is {_NO_WEIGHTS[path.suffix]}")
     try:
@@ -177,9 +215,45 @@ def read_checkpoint(path: str | Path, trust: bool = False) -> dict[str, Any]:
     return _verified(content, path)
 
 
+def require_file(path: str | Path, flag: str = "checkpoint") -> None:
+    """Stops when ``path`` is no file; of a folder it says which of its files to give. ``flag``: what the user gave it with.
+
+    Raises:
+        CheckpointError: as said.
+    """
+    path = Path(path)
+    if path.is_file():
+        return
+    if not path.is_dir():
+        raise CheckpointError(f"{flag} {str(path)!r} does not exist: expected a checkpoint file")
+    known = [path / name for name in ("best.pth", "weights.pth", "last.pth")]
+    inside = [p for p in known if p.is_file()] or sorted(p for p in path.iterdir() if p.suffix in (".pth", ".pt", ".pdparams"))
+    advice = f"give a file in it: {', '.join(map(str, inside[:3]))}" if inside else "and there is no checkpoint file in it"
+    raise CheckpointError(f"{flag} {str(path)!r} is a folder: {advice}")
+
+
+def read_heading(path: Path, names: Iterable[str], trust: bool = False) -> dict[str, Any] | None:
+    """Some entries of a checkpoint without reading its tensors; None where the file cannot be read. Nothing is verified."""
+    try:
+        with path.open("rb") as file:
+            is_zip = file.read(2) == b"PK"
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True) if is_zip else None
+    except Exception:  # mapping a file needs more of a file system than reading it
+        content = None
+    try:
+        content = read_checkpoint(path, trust) if content is None else content
+    except CheckpointError:
+        return None
+    return {name: content[name] for name in names if name in content} if isinstance(content, dict) else None
+
+
 def _read(path: Path, trust: bool) -> Any:
     with path.open("rb") as file:
         start = file.read(len(_TORCH_LEGACY))
+    if not start:
+        raise ValueError("it is empty")
+    if start[:1] != b"\x80" and not start.startswith(b"PK"):
+        raise ValueError(f"it starts with {start[:8]!r}, as no checkpoint does")
     if start[:1] == b"\x80" and not _TORCH_LEGACY.startswith(start):
         return _read_pickle(path, trust)
     if start.startswith(b"PK") and not trust:
@@ -187,8 +261,8 @@ def _read(path: Path, trust: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:
-        if not start.startswith((b"PK", _TORCH_LEGACY)):
-            raise
+        if not start.startswith((b"PK", _TORCH_LEGACY)):  # the first bytes of an old file, cut off
+            raise ValueError("its first bytes are cut off") from error
         named = re.findall(r"GLOBAL ([\w.]+)", str(error))
         raise NotPlainError(f"it names {', '.join(map(repr, named)) or 'what is no tensor'}") from error
 

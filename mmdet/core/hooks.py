@@ -47,7 +47,8 @@ class KeepCheckpoint(Hook):
             self._keep(trainer, trainer.resumption.path.name)
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        self._keep(trainer, "last.pth")
+        if trainer.is_saved:
+            self._keep(trainer, "last.pth")
 
     def _keep(self, trainer: Trainer, source: str) -> None:
         if trainer.rank == 0 and trainer.step == self.epochs_done * trainer.loader.steps_per_epoch:

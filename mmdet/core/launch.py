@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import sys
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
+from mmdet.core import failure
 from mmdet.errors import UsageError
 
 
@@ -56,7 +58,10 @@ def init_process_group(device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+        store, rank, size = next(dist.rendezvous("env://"))
+        failure.start_watch(dist.PrefixStore("job", store), rank)
+        group = dist.PrefixStore("group", store)
+        dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=datetime.timedelta(minutes=30))
 
 
 def relaunch(devices: int, script: str, argv: list[str]) -> int | None:
@@ -72,14 +77,25 @@ def relaunch(devices: int, script: str, argv: list[str]) -> int | None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    # SIGUSR1 is how clusters announce that time is up; torch's launcher hands on what it is told to.
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the processes say what was wrong
     try:
-        torchrun(["--standalone", f"--nproc-per-node={devices}", script, *argv])
-    except ChildFailedError as error:  # the processes have said what was wrong
+        torchrun(["--standalone", f"--nproc-per-node={devices}", *_forwarded_signals(), script, *argv])
+    except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
-        return code if code > 0 else 1
+        return code if code > 0 else 128 - code  # a negative one is the signal that killed it
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def _forwarded_signals() -> list[str]:
+    """The flag of newer launchers, which goes over the environment variable that older ones read."""
+    from torch.distributed.run import get_args_parser
+
+    flags = [flag for action in get_args_parser()._actions for flag in action.option_strings]
+    return ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"] if "--signals-to-handle" in flags else []
 
 
 def strip_local_rank(argv: list[str]) -> list[str]:

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mmdet.core.distributed import get_world_size
+from mmdet.core.distributed import get_world_size, mean_scalars
+from mmdet.core.ema import EMA
+from mmdet.core.guard import first_non_finite
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
@@ -19,6 +21,13 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+
+def _statistics(model: nn.Module) -> list[Tensor]:
+    """Running statistics of the batch norms that are being trained. Frozen ones and other constants are left alone: their mean
+    over three ranks would be off by a rounding."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    return [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
 
 
 class Parallel:
@@ -60,35 +69,60 @@ class Parallel:
     def reduce_gradients(self, model: nn.Module) -> None:
         """Makes the gradients of the ranks equal; DDP did so already in backward."""
 
-    @torch.no_grad()
+    def synchronize(self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA | None) -> None:
+        """On every rank, before every save and every evaluation: afterwards rank 0 holds all that a checkpoint needs, and every
+        rank judges the same module. A strategy whose ranks own different parts brings them together here; this one averages
+        batch-norm statistics (the running update is linear, so averaging at the end equals averaging every step)."""
+        self.average_buffers(model)
+        if ema is not None:
+            names = {id(b): name for name, b in model.named_buffers()}
+            running = ema.running_state()["average"]
+            self._average([running[names[id(b)]] for b in _statistics(model) if names[id(b)] in running])
+
     def average_buffers(self, model: nn.Module) -> None:
-        """Means over ranks of the float buffers (batch-norm statistics), before the model is judged or saved."""
-        if get_world_size() == 1:
+        """Means over ranks of the running batch-norm statistics."""
+        self._average(_statistics(model))
+
+    @torch.no_grad()
+    def _average(self, tensors: list[Tensor]) -> None:
+        if get_world_size() == 1 or not tensors:
             return
-        buffers = [b for b in model.buffers() if b.is_floating_point()]
-        if buffers:
-            flat = torch.cat([b.reshape(-1).float() for b in buffers])
-            dist.all_reduce(flat)
-            flat /= get_world_size()
-            for buffer, value in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                buffer.copy_(value.view_as(buffer))
+        flat = torch.cat([t.reshape(-1).to(torch.promote_types(t.dtype, torch.float32)) for t in tensors])
+        dist.all_reduce(flat)
+        flat /= get_world_size()
+        for tensor, value in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(value.view_as(tensor))
+
+    def all_max(self, values: Tensor) -> Tensor:
+        """Element-wise maximum over all ranks of ``values`` (F,), float32: the one collective of a step, for the guard's flags
+        and the number of a stop signal."""
+        if get_world_size() > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
 
     def all_finite(self, flag: Tensor) -> bool:
-        """Whether ``flag`` (bool, ()) is True on every rank. The step's one look at the device."""
-        if get_world_size() > 1:
-            count = flag.to(torch.float32)
-            dist.all_reduce(count, op=dist.ReduceOp.MIN)
-            return bool(count > 0)
-        return bool(flag)
+        """Whether ``flag`` (bool, ()) is True on every rank."""
+        return not bool(self.all_max((~flag).to(torch.float32).reshape(1)))
+
+    def reduce_scalars(self, values: dict[str, float], device: torch.device) -> dict[str, float]:
+        """Logged scalars over ranks, on every rank, at every log line: means of what all ranks hold under the same names."""
+        return mean_scalars(values, device)
+
+    def locate(self, model: nn.Module) -> str:
+        """Name of the first parameter whose gradient is not finite; empty if there is none."""
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return first_non_finite(gradients)
 
     def clip(self, model: nn.Module) -> dict[str, Tensor]:
-        """Scales gradients down to ``clip_norm`` and returns the norms before, by group (``all`` when global)."""
+        """Scales gradients down to ``clip_norm`` and returns the norms before, by group (``all`` when global). Gradients whose
+        norm is not finite are left as they are, for the report: the step is going to be left out."""
         groups = self.clip_groups(model) if self.clip_groups else {"all": list(model.parameters())}
         norms = {}
         for name, parameters in groups.items():
             gradients = [p.grad for p in parameters if p.grad is not None]
             norm = total_norm(gradients)
             if self.clip_norm and gradients:
-                torch._foreach_mul_(gradients, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+                factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+                torch._foreach_mul_(gradients, torch.where(norm.isfinite(), factor, torch.ones_like(factor)))
             norms[name] = norm
         return norms

@@ -25,10 +25,14 @@ class Recorder:
         self._task: Any = None
         self._wants_bar = progress and speaks and console.is_terminal
 
-    def open(self, run_dir: Path) -> None:
+    def open(self, run_dir: Path, resumed: tuple[int, Path] | None = None) -> None:
+        """``resumed``: the step and the file that the run goes on from. It is marked in the metrics: of the lines before, readers
+        drop those of later steps."""
         if self.speaks:
             self._run_dir = run_dir
-            self._writer = MetricsWriter(run_dir)
+            self._writer = MetricsWriter(run_dir, None if resumed is None else resumed[0])
+            if resumed is not None:
+                self._writer.write("resume", resumed[0], event="resume", **{"from": str(resumed[1])})
 
     def start_epoch(self, epoch: int, max_epoch: int, steps: int, done: int) -> None:
         if self._wants_bar:
@@ -84,6 +88,13 @@ class Recorder:
         board |= {f"val/AP/{name}": row["AP"] for name, row in per_class.items() if "AP" in row}
         self._writer.scalars(step, board)
 
+    def numbers(self, kind: str, step: int, values: dict[str, float]) -> None:
+        """Further numbers of a step, for hooks: a line of ``kind`` in the metrics and TensorBoard's ``<kind>/<name>``."""
+        if self._writer is None:
+            return
+        self._writer.write(kind, step, values=values)
+        self._writer.scalars(step, {f"{kind}/{name}": value for name, value in values.items()})
+
     def pictures(self, name: str, step: int, images: Sequence[np.ndarray]) -> None:
         """A picture for people: in TensorBoard, and the newest as ``<name>.jpg`` in the run folder.
 
@@ -94,8 +105,11 @@ class Recorder:
         width = max(image.shape[1] for image in images)
         rows = [np.pad(i, ((0, 4), (0, width - i.shape[1]), (0, 0)), constant_values=255) for i in images]
         picture = np.concatenate(rows)
-        self._writer.board.add_image(name, picture, step, dataformats="HWC")
-        cv2.imencode(".jpg", picture[..., ::-1])[1].tofile(self._run_dir / f"{name}.jpg")
+        self._writer.image(name, picture, step)
+        try:
+            cv2.imencode(".jpg", picture[..., ::-1])[1].tofile(self._run_dir / f"{name}.jpg")
+        except OSError as error:
+            logger.warning(f"{name}.jpg cannot be written ({error.strerror or error})")
 
     def close(self) -> None:
         self.stop_bar()

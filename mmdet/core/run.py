@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ import numpy as np
 import torch
 import torchvision
 
-from mmdet.core.distributed import broadcast_object
+from mmdet.core.failure import compute_on_main
+from mmdet.core.files import numbered_epochs
+from mmdet.core.lock import RunLock
 from mmdet.core.weights import LoadOptions
 from mmdet.errors import CheckpointError, UsageError
 
 RECORD, EXP_COPY = "run.json", "exp.py"
+AUTO = "auto"  # the resume that starts a new run where there is none to go on with
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,13 @@ class RunOptions:
     eval_batch_size: int = 8
     experiment_name: str = ""  # folder of the run; empty: a time stamp
     ckpt: str = ""  # fine-tune from this file
-    resume: str | None = None  # continue: a file, or "" for the newest run of this exp
+    resume: str | None = None  # continue: a file or run folder, "" for the newest run of this exp, or AUTO
     raw: bool = False  # take a file's raw weights, not its EMA's
     trust_checkpoint: bool = False  # unpickle anything in a file
     load_map: Sequence[str] = ()  # PATTERN=REPLACEMENT for names of the file to fine-tune from
     ignore: Sequence[str] = ()  # patterns of tensors to leave out when fine-tuning
     command: str = ""  # as the user typed it
+    occupy: bool = False  # keep the memory that the warm-up pass took
     progress: bool = True  # a progress bar where there is a terminal
 
     def load_options(self) -> LoadOptions:
@@ -43,49 +48,114 @@ class RunOptions:
 
 
 def new_run_dir(exp_dir: Path, name: str) -> Path:
-    """``<exp_dir>/<name or time stamp>``, the same on every rank; nothing is made on the disk.
+    """``<exp_dir>/<name or time stamp>``, decided on rank 0 and the same on every rank; nothing is made on the disk.
 
     Raises:
         UsageError: a run of that name is there already.
     """
+    return Path(compute_on_main(lambda: str(_free_dir(exp_dir, name))))
+
+
+def _free_dir(exp_dir: Path, name: str) -> Path:
     stamp = datetime.datetime.now().strftime("%Y%m%d_%H%M%S")
-    path = exp_dir / (name or stamp)
-    if name and Path(name).name != name:
-        raise UsageError(f"-expn {name}: expected a plain folder name; --output says where run folders are made")
+    path = named_dir(exp_dir, name) if name else exp_dir / stamp
     if name and checkpoint_candidates(path):
         raise UsageError(
             f"-expn {name}: {str(path)!r} holds the checkpoints of an earlier run: choose another name, go on with that run "
             "(--resume), or remove the folder"
         )
-    for i in range(2, 1000):
-        if name or not path.exists():
-            break
-        path = exp_dir / f"{stamp}_{i}"
-    return Path(broadcast_object(str(path)))
+    if name:
+        RunLock(path).require_free()
+        return path
+    return next(p for p in _numbered(path) if not p.exists())
+
+
+def named_dir(exp_dir: Path, name: str) -> Path:
+    if Path(name).name != name:
+        raise UsageError(f"-expn {name}: expected a plain folder name; --output says where run folders are made")
+    return exp_dir / name
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """``path``, ``path_2``, ``path_3``, …"""
+    yield path
+    for i in itertools.count(2):
+        yield path.with_name(f"{path.name}_{i}")
+
+
+def claim_run_dir(run_dir: Path, options: RunOptions, resumed: bool) -> RunLock:
+    """On rank 0: makes the folder and takes its lock, which the caller releases; ``lock.run_dir`` is the folder.
+
+    A time-stamped folder that another run has made meanwhile gives way to the next name.
+
+    Raises:
+        UsageError: the folder cannot be made or written to, or a run that is alive has it.
+    """
+    shared_name = resumed or bool(options.experiment_name)
+    path = run_dir
+    try:
+        for path in [run_dir] if shared_name else _numbered(run_dir):
+            if _make_folder(path, exist_ok=shared_name):
+                break
+        lock = RunLock(path)
+        lock.acquire(wait=options.resume == AUTO)
+    except OSError as error:
+        reason = f"cannot be made or written to ({error.strerror or error}): name another with --output"
+        raise UsageError(f"run folder {path} {reason}") from error
+    return lock
+
+
+def _make_folder(path: Path, exist_ok: bool) -> bool:
+    """False: another run has it."""
+    try:
+        path.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        if exist_ok or not path.is_dir():
+            raise
+        return False
+    return True
 
 
 def newest_run(exp_dir: Path, name: str = "") -> Path:
-    """The run of this exp that was written last."""
-    runs = [d for d in ([exp_dir / name] if name else exp_dir.glob("*")) if checkpoint_candidates(d)]
-    if not runs:
-        raise CheckpointError(f"--resume: no run with a checkpoint in {str(exp_dir / name) if name else str(exp_dir)!r}")
-    return max(runs, key=lambda d: max(p.stat().st_mtime for p in checkpoint_candidates(d)))
+    """The run of this exp that was written last.
+
+    Raises:
+        CheckpointError: there is none with a checkpoint.
+    """
+    found = find_run(exp_dir, name)
+    if found is None:
+        raise CheckpointError(f"--resume: no run with a checkpoint in {str(exp_dir / name)!r}")
+    return found
+
+
+def find_run(exp_dir: Path, name: str = "") -> Path | None:
+    """As :func:`newest_run`; None where there is none."""
+    runs = [d for d in ([named_dir(exp_dir, name)] if name else exp_dir.glob("*")) if checkpoint_candidates(d)]
+    return max(runs, key=lambda d: max(p.stat().st_mtime for p in checkpoint_candidates(d)), default=None)
 
 
 def checkpoint_candidates(run_dir: Path) -> list[Path]:
-    """The run's full checkpoints that could be resumed, newest first."""
-    files = [p for p in (run_dir / "last.pth", run_dir / "best.pth", *run_dir.glob("epoch_*.pth")) if p.is_file()]
+    """The run's full checkpoints that could be resumed: last.pth first, then by time, newest first."""
+    files = [p for p in (run_dir / "last.pth", run_dir / "best.pth", *numbered_epochs(run_dir)) if p.is_file()]
     return sorted(files, key=lambda p: (p.name == "last.pth", p.stat().st_mtime), reverse=True)
 
 
 def write_record(run_dir: Path, exp_state: Mapping[str, Any], options: RunOptions) -> None:
-    """``run.json`` and a copy of the exp file: what ``--rerun`` needs to start the same run again."""
+    """``run.json`` and a copy of the exp file: what ``--rerun`` needs to start the same run again.
+
+    Raises:
+        UsageError: they cannot be written.
+    """
     kept = {k: v for k, v in asdict(options).items() if k not in ("resume", "experiment_name")}
     record = {"exp": exp_state, "options": kept, "versions": versions(), "commit": git_commit()}
-    (run_dir / RECORD).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     source = Path(exp_state["file"])
-    if source.is_file():
-        (run_dir / EXP_COPY).write_bytes(source.read_bytes())
+    try:
+        (run_dir / RECORD).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        if source.is_file() and source.resolve() != (run_dir / EXP_COPY).resolve():
+            (run_dir / EXP_COPY).write_bytes(source.read_bytes())
+    except OSError as error:
+        reason = f"cannot be written to ({error.strerror or error}): name another with --output"
+        raise UsageError(f"run folder {run_dir} {reason}") from error
 
 
 def read_record(run_dir: str | Path) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from mmdet.exp.load import exp_state
 if TYPE_CHECKING:
     from mmdet.core.trainer import Trainer
 
-DATA_SEED = 0
-
 
 def training_state(trainer: Trainer) -> dict[str, Any]:
     """Everything that the next step depends on: plain values and tensors. Sample order, augmentation, sizes and schedule
@@ -31,6 +29,7 @@ def training_state(trainer: Trainer) -> dict[str, Any]:
         "position": trainer.step % trainer.loader.steps_per_epoch,
         "best": dict(trainer.best),
         "evaluation_due": trainer.evaluation_due,
+        "guard": trainer.guard.state_dict(),
         **identity(trainer),
         "conditions": trainer.conditions,
     }
@@ -50,7 +49,7 @@ def identity(trainer: Trainer) -> dict[str, Any]:
         "exp": exp_state(exp),
         "overrides": exp.override_words,
         "class_names": list(exp.label_names()),
-        "data_seed": DATA_SEED,
+        "data_seed": trainer.data_seed,
         "versions": run.versions(),
     }
 
@@ -71,9 +70,10 @@ def conditions(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_start(trainer: Trainer) -> None:
-    """The weights that training starts from: the file of ``-c``, else that of ``pretrained_backbone``; a resume needs neither."""
+    """The weights that training starts from: the file of ``-c``, else that of ``pretrained_backbone``; a run that goes on needs
+    neither."""
     exp, options = trainer.exp, trainer.options
-    if options.resume is not None:
+    if trainer.resumption is not None:
         return
     if options.ckpt:
         logger.info(f"fine-tuning from {exp.load_pretrained(trainer.model, options.ckpt, options.load_options())}")

@@ -54,6 +54,8 @@ def log_plan(trainer: Trainer) -> None:
 
 def log_end(trainer: Trainer) -> None:
     best = trainer.best
+    if trainer.guard.summary():
+        logger.warning(trainer.guard.summary())
     if best["value"] is None:
         logger.info(f"training done; nothing was judged. Weights: {trainer.run_dir / 'weights.pth'}")
     else:

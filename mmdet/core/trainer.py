@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,19 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 
-from mmdet.core import guard, meter, run, state, summary
-from mmdet.core.distributed import get_rank, get_world_size, mean_scalars
-from mmdet.core.files import remove_leftovers
+from mmdet.core import failure, guard, memory, meter, run, state, summary
+from mmdet.core.distributed import get_rank, get_world_size
 from mmdet.core.freeze import apply_frozen, train_mode
 from mmdet.core.launch import choose_device, init_process_group, usable_amp
-from mmdet.core.logger import close_log_file, keep_for_log_file, open_log_file, report_failure
+from mmdet.core.logger import LOG_FILE, close_log_file, keep_for_log_file, open_log_file, report_failure
+from mmdet.core.preempt import Stopped, StopSignals, signal_name
 from mmdet.core.recorder import Recorder
+from mmdet.core.recovery import Recovery
 from mmdet.core.resume import open_resume, restore
+from mmdet.core.run_folder import choose_run_dir, enter_run_dir
 from mmdet.core.saver import Saver
-from mmdet.errors import NonFiniteError, UsageError
+from mmdet.errors import UsageError
 from mmdet.exp.base import Exp
-from mmdet.exp.load import exp_state
 
 
 class Trainer:
@@ -54,7 +56,8 @@ class Trainer:
         exp.prepare()
         self.step, self.best = 0, {"metric": exp.best_metric, "value": None, "epoch": None}
         self.evaluation_due = False  # of the epoch that has just ended
-        self.run_dir = self._choose_run_dir()
+        self.data_seed = 0 if self.resumption is None else int(self.resumption.saved["data_seed"])
+        self.run_dir = choose_run_dir(self)
         self._build()
         if self.resumption is not None:
             restore(self, self.resumption)
@@ -63,7 +66,7 @@ class Trainer:
         """The order is fixed: each line needs the ones before it (an optimizer made before SyncBN or ``.to`` would hold other
         tensors than the model; EMA must copy loaded weights; DDP wraps the final modules)."""
         exp = self.exp
-        self.loader = exp.get_train_loader(workers=self.options.workers, rank=self.rank, world=self.world)
+        self.loader = self._new_loader()
         seed_everything(exp.seed, 0, 0)  # the same fresh weights on all ranks
         self.model = exp.get_model()
         state.load_start(self)
@@ -94,12 +97,19 @@ class Trainer:
             device=self.device,
         )
         self.conditions = state.conditions(self)
+        self.recovery, self.zeros, self.split_steps = Recovery(self), guard.ZeroWatch(), memory.SplitSteps()
+        self.signals, self._asked = StopSignals(guard_native=self.world > 1), 0
         self.hooks = list(exp.get_hooks())
         self.meter, self.eta = meter.Meter(), meter.Eta()
         self.recorder = Recorder(self.rank == 0, self.options.progress)
-        self.batches = None
+        self.batches = self.lock = self.saver = None
+        self.is_saved = True  # the last save reached the disk
         self.stage = ""  # what is being done, in words, for messages
         self._facts: dict[str, Any] = {}
+
+    @property
+    def guard(self) -> guard.NonFiniteGuard:
+        return self.recovery.guard
 
     # -- the run --------------------------------------------------------------------------------------------------------
 
@@ -122,11 +132,14 @@ class Trainer:
         """Trains to ``max_epoch`` and returns the best metric: {"metric", "value", "epoch"}."""
         summary.log_plan(self)
         self.stage = "the start of training"
+        self.signals.install()
         try:
             self._open_run()
+            self._warm_up()
             self._call("on_train_start")
             if self.evaluation_due:
                 self._end_epoch(self.epoch - 1)
+            self.recovery.take_snapshot()
             self.batches = self._open_batches()
             while self.step < self.total_steps:
                 self._train_epoch()
@@ -162,8 +175,9 @@ class Trainer:
             inside = self.step % steps
             if self.step % self.exp.print_interval == 0 or inside == 0:
                 self._log_step()
-            if self.exp.save_interval_steps and inside and self.step % self.exp.save_interval_steps == 0:
+            if inside and (self._asked or self._save_is_due()):
                 self._save(epochs_done=None)
+                self._stop_if_asked()
         self.recorder.stop_bar()
         if not self._any_loss:
             logger.warning(f"every loss of epoch {epoch + 1} was exactly 0: nothing is being learnt; look at the annotations")
@@ -189,58 +203,76 @@ class Trainer:
         factor = self.lr_factor(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
-        seed_everything(self.exp.seed, self.step, self.rank)
+        self.seed_step()
+        self.recovery.buffers.keep()
 
-        losses: dict[str, Tensor] = {}
-        stats: dict[str, Tensor] = {}
-        parts = list(self.parallel.micro_batches(batch))
-        for i, (part, weight) in enumerate(parts):
-            with self.parallel.sync(is_last=i + 1 == len(parts)):
-                with self._autocast():
-                    out = self._forward(part)
-                self.scaler.scale(out.total * weight).backward()
-            for kept, new in ((losses, out.losses), (stats, out.stats)):
-                for name, value in new.items():
-                    kept[name] = kept.get(name, 0.0) + value.detach().float() * weight
+        losses, stats, said = self._forward_backward(batch)
         self.parallel.reduce_gradients(self.model)
         self.scaler.unscale_(self.optimizer)
         norms = self.parallel.clip(self.model)
-        self._stop_unless_finite(losses, norms, batch)
+        good, overflow, self._asked = self.recovery.agree(losses, norms)
 
-        self.scaler.step(self.optimizer)
+        if good:
+            self.scaler.step(self.optimizer)  # fp16's scaler leaves out a step whose gradients overflow
+            if self.ema is not None and not overflow:
+                self.ema.update(self.model)
+            report = ""
+        else:
+            self.recovery.buffers.restore()
+            report = self.recovery.describe(losses, norms, said, batch)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.ema is not None:
-            self.ema.update(self.model)
 
         self.step += 1
         seconds = meter.now() - start
+        self.eta.add_step(seconds)
+        self._facts = batch.facts() if hasattr(batch, "facts") else {}
+        if not good:
+            self.recovery.left_out(report)
+            return
+        self.recovery.guard.passed()
         total = torch.stack(list(losses.values())).sum()
         grads = {f"grad_norm/{name}": value for name, value in norms.items()}
         self.meter.add({"loss": total, **losses, **stats, **grads}, data_time, seconds)
-        self.eta.add_step(seconds)
-        self._facts = batch.facts() if hasattr(batch, "facts") else {}
+        if self.step % self.exp.snapshot_interval == 0:
+            self.recovery.take_snapshot()
 
-    def _stop_unless_finite(self, losses: dict[str, Tensor], norms: dict[str, Tensor], batch: Any) -> None:
-        """fp16's scaler skips steps whose gradients overflow, so there only the losses decide."""
-        watched = list(losses.values()) + ([] if self.scaler.is_enabled() else list(norms.values()))
-        flag = torch.isfinite(torch.stack([v.detach().to(self.device).float() for v in watched])).all()
-        if not self.parallel.all_finite(flag):
-            self._stop(losses, norms, batch)
-
-    def _forward(self, part: Any) -> Any:
-        """The losses of a micro-batch; a criterion may find that predictions are not finite before there are losses."""
+    def _forward_backward(self, batch: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+        """Adds up gradients over micro-batches. Returns losses, statistics, and what the model said of predictions that are not
+        finite; in smaller parts where one process runs out of memory."""
+        parts = [(part, weight, contextlib.nullcontext()) for part, weight in self.parallel.micro_batches(batch)]
         try:
-            return self.network(part)
-        except NonFiniteError as error:
-            self._stop({}, {}, part, error)
+            return self._add_up(parts, len(parts))
+        except memory.OUT_OF_MEMORY as error:
+            if self.world > 1:  # the others are in this step's collectives: all stop
+                raise memory.does_not_fit(self, batch, f"at {self.stage}") from error
+        self.recovery.buffers.restore()
+        self.optimizer.zero_grad(set_to_none=True)
+        memory.free(self.device)
+        try:
+            return self._add_up(self.split_steps.parts(self, self.parallel.micro_batches(batch)), None)
+        except memory.OUT_OF_MEMORY as error:
+            raise memory.does_not_fit(self, batch, f"at {self.stage}, in half the batch as well") from error
 
-    def _stop(self, losses: dict, norms: dict, batch: Any, cause: NonFiniteError | None = None) -> None:
-        lrs = {g["name"]: g["lr"] for g in self.optimizer.param_groups}
-        images = self.exp.name_images(batch.image_ids) if hasattr(batch, "image_ids") else []
-        guard.stop_non_finite(f"{self.stage} (iteration {self.step + 1})", losses, norms, lrs, images, cause)
+    def _add_up(self, parts: Iterable, count: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+        losses: dict[str, Tensor] = {}
+        stats: dict[str, Tensor] = {}
+        said = ""
+        for i, (part, weight, context) in enumerate(parts):
+            with self.parallel.sync(is_last=i + 1 == count):
+                with context, self.autocast():
+                    out = self.network(part)
+                self.scaler.scale(out.total * weight).backward()
+            said = said or out.nonfinite
+            for kept, new in ((losses, out.losses), (stats, out.stats)):
+                for name, value in new.items():
+                    kept[name] = kept.get(name, 0.0) + value.detach().float() * weight
+        return losses, stats, said
 
-    def _autocast(self) -> contextlib.AbstractContextManager:
+    def seed_step(self) -> None:
+        seed_everything(self.exp.seed, self.step, self.rank)
+
+    def autocast(self) -> contextlib.AbstractContextManager:
         if self.amp == "off":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16 if self.amp == "bf16" else torch.float16)
@@ -253,26 +285,30 @@ class Trainer:
         if self.evaluator is not None and (done % self.exp.eval_interval_at(epoch) == 0 or done == self.exp.max_epoch):
             self.evaluation_due = True
             self._save(epochs_done=None)
+            self._stop_if_asked()
             improved = self._evaluate(epoch)
             self.evaluation_due = False
         self._save(epochs_done=done, improved=improved)
         self._call("on_epoch_end")
+        if self.step < self.total_steps:
+            self._stop_if_asked()
 
     def judged_model(self) -> nn.Module:
         """The module that evaluation sees: the EMA's where EMA is on, else the unwrapped model."""
-        self.parallel.average_buffers(self.model)
-        if self.ema is None:
-            return self.model
-        module = self.ema.module(self.model)
-        self.parallel.average_buffers(module)
-        return module
+        return self.model if self.ema is None else self.ema.module(self.model)
 
     def _evaluate(self, epoch: int) -> bool:
         self.stage = f"the evaluation after epoch {epoch + 1}/{self.exp.max_epoch}"
         start = meter.now()
         kind = "raw" if self.ema is None else "EMA"
         logger.info(f"evaluating the {kind} weights of step {self.step} in float32")
-        evaluation = self.evaluator.evaluate(self.judged_model())
+        try:
+            with self.signals.allowed():
+                evaluation = self.evaluator.evaluate(self.judged_model())
+        except failure.RankError as error:
+            if error.signal:
+                raise Stopped(error.signal) from error
+            raise
         self.eta.add_evaluation(meter.now() - start)
         metric = self.exp.best_metric
         if metric not in evaluation.metrics:
@@ -292,34 +328,49 @@ class Trainer:
         return improved
 
     def _save(self, epochs_done: int | None, improved: bool = False) -> None:
-        if self.rank != 0:
-            return
-        if improved or self.best["value"] is None:
-            self.saver.save_weights(state.judged_weights(self))
-        self.saver.save_last(state.training_state(self), epochs_done, best=improved)
+        self.parallel.synchronize(self.model, self.optimizer, self.ema)
+        self.recovery.take_snapshot()
+        self.is_saved = failure.compute_on_main(lambda: self._write(epochs_done, improved))
 
-    def _choose_run_dir(self) -> Path:
-        if self.resumption is not None:
-            return self.resumption.path.parent
-        return run.new_run_dir(Path(self.exp.output_dir) / self.exp.exp_name, self.options.experiment_name)
+    def _write(self, epochs_done: int | None, improved: bool) -> bool:
+        self.lock.check()
+        weights = state.judged_weights(self) if improved or self.best["value"] is None else None
+        is_last = bool(self._asked) or (epochs_done is not None and self.step == self.total_steps)
+        return self.saver.save(state.training_state(self), epochs_done, weights, best=improved, must=is_last)
+
+    def _save_is_due(self) -> bool:
+        return bool(self.exp.save_interval_steps) and self.step % self.exp.save_interval_steps == 0
+
+    def _stop_if_asked(self) -> None:
+        """Right after a save."""
+        if self._asked:
+            raise Stopped(self._asked)
 
     def _open_run(self) -> None:
         in_last = self.epoch if self._at_epoch_end() and not self.evaluation_due and self.resumption.is_last else None
-        self.saver = Saver(self.run_dir, self.exp.keep_checkpoints, in_last)
-        if self.rank == 0:
-            try:
-                self.run_dir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                reason = f"cannot be made ({error.strerror}): name another with --output"
-                raise UsageError(f"run folder {self.run_dir} {reason}") from error
-            remove_leftovers(self.run_dir)
-            open_log_file(self.run_dir / "train_log.txt")
-            if self.options.resume is None:
-                run.write_record(self.run_dir, exp_state(self.exp), self.options)
-            self.recorder.open(self.run_dir)
+        self.run_dir = Path(failure.compute_on_main(lambda: enter_run_dir(self)))
+        self.saver = Saver(self.run_dir, self.exp.keep_checkpoints, in_last, self.exp.max_failed_saves)
+        if self.rank:
+            open_log_file(self.run_dir / LOG_FILE)
         logger.info(f"run folder: {self.run_dir}")
 
     # -- small things ---------------------------------------------------------------------------------------------------
+
+    def _new_loader(self) -> Any:
+        return self.exp.get_train_loader(workers=self.options.workers, rank=self.rank, world=self.world, data_seed=self.data_seed)
+
+    def reorder_data(self) -> None:
+        """From the present step on, the samples of another order."""
+        self.data_seed += 1
+        self._close_loader()
+        self.loader = self._new_loader()
+        self.batches = self._open_batches()
+
+    def _warm_up(self) -> None:
+        train_mode(self.model, self.exp.frozen(self.epoch))
+        wanted = self.exp.warmup_pass
+        if wanted == "on" or (wanted == "auto" and self.device.type == "cuda") or self.options.occupy:
+            memory.warm_up(self)
 
     def _open_batches(self) -> Any:
         self._first_step = self.step
@@ -334,9 +385,12 @@ class Trainer:
         return self.eta.seconds(self.total_steps - self.step, -(-epochs_left // self.exp.eval_interval_at(self.epoch)))
 
     def _log_step(self) -> None:
-        scalars = mean_scalars(self.meter.means(), self.device)
+        if not self.meter.step_times:  # all steps since the last line were left out
+            return
+        scalars = self.parallel.reduce_scalars(self.meter.means(), self.device)
         norms = {k.removeprefix("grad_norm/"): scalars.pop(k) for k in list(scalars) if k.startswith("grad_norm/")}
         self._any_loss |= scalars["loss"] != 0
+        self.zeros.look(self.step, scalars)
         data_time, step_time = self.meter.times()
         done = self.step - 1
         steps = self.loader.steps_per_epoch
@@ -359,11 +413,29 @@ class Trainer:
 
     def _report(self, error: BaseException) -> None:
         self.recorder.stop_bar()
-        report_failure(error, self.stage, self.run_dir if self.run_dir and self.run_dir.is_dir() else None)
+        folder = self.run_dir if self.saver is not None else None
+        if isinstance(error, Stopped):
+            saved = "all is saved" if self.is_saved else "the last save had failed, so later steps are lost"
+            logger.warning(f"stopped by {signal_name(error.number)} at {self.stage}: {saved}; --resume {folder} goes on")
+            error.reported = True
+            return
+        is_first = failure.announce(error)
+        if is_first and failure.is_lost_connection(error, told_to_end=self.signals.number != 0):
+            saved = f"; --resume {folder} goes on from the last save" if folder and (folder / "last.pth").is_file() else ""
+            logger.error(f"stopped at {self.stage}: another process of this job ended without a word (out of memory?){saved}")
+            error.reported = True
+            return
+        report_failure(error, self.stage, folder, secondary=not is_first)
 
     def close(self) -> None:
+        self.signals.close()
         self.recorder.close()
         close_log_file()
+        self._close_loader()
+        if self.lock is not None:
+            self.lock.release()
+
+    def _close_loader(self) -> None:
         if hasattr(self.loader, "close"):
             self.loader.close()
 

@@ -132,9 +132,10 @@ def _raise_failure(failure: _Failure) -> None:
 
 
 def _init_worker(worker: int) -> None:
-    """Interrupts are the main process's business; parallelism is by processes, not by threads."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Stop signals are the main process's business; parallelism is by processes, not by threads."""
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):  # Windows has no SIGUSR1
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
 
@@ -253,6 +254,12 @@ class TrainLoader:
                 keys = tuple(SampleKey(int(order[p]), epoch, p, size) for p in range(first, first + share))
                 yield BatchKey(epoch, step, size, keys)
                 step += 1
+
+    def planned_sizes(self, epoch: int) -> list[tuple[int, int]]:
+        """(H, W) px of every batch of an epoch, where a plan decides on them."""
+        total = self.steps_per_epoch * self.batch_size
+        order = self._order(epoch, total)
+        return [self._planned_size(epoch, start, order) for start in range(0, total, self.batch_size)]
 
     def _order(self, epoch: int, total: int) -> np.ndarray:
         if self.plan is not None:

@@ -207,10 +207,15 @@ class Detections:
 
 @dataclass
 class LossOutput:
-    """What a model returns in training. ``losses`` holds only what the total sums, weights and normalisers applied."""
+    """What a model returns in training. ``losses`` holds only what the total sums, weights and normalisers applied.
+
+    A model that meets predictions that are not finite does not raise, since other processes would wait for this one: its losses
+    are NaN, and ``nonfinite`` says why.
+    """
 
     losses: dict[str, Tensor]  # scalars
     stats: dict[str, Tensor] = field(default_factory=dict)  # scalars that are only logged
+    nonfinite: str = ""  # which prediction holds values that are no numbers, how many, and in which images
 
     @property
     def total(self) -> Tensor:

@@ -1,7 +1,8 @@
 """Judging models: what an evaluator is, COCO's average precision, and how its results are shown."""
 
+from mmdet.core.failure import RankError, compute_on_main, gather_from_ranks
 from mmdet.evaluators.coco import CocoEvaluator, judge_results
-from mmdet.evaluators.evaluator import Evaluation, Evaluator, RankError, compute_on_main, evaluation_mode, gather_from_ranks
+from mmdet.evaluators.evaluator import Evaluation, Evaluator, evaluation_mode
 from mmdet.evaluators.judge import judge
 from mmdet.evaluators.pictures import draw_comparison, draw_detections, save_image
 from mmdet.evaluators.report import format_per_class, format_summary

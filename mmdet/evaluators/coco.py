@@ -16,9 +16,10 @@ from rich.progress import Progress
 from torch import nn
 
 from mmdet.core.distributed import get_world_size, is_main
+from mmdet.core.failure import compute_on_main, gather_from_ranks
 from mmdet.core.logger import console
 from mmdet.data.structures import Batch, Detections, ImageMeta
-from mmdet.evaluators.evaluator import Evaluation, compute_on_main, evaluation_mode, gather_from_ranks
+from mmdet.evaluators.evaluator import Evaluation, evaluation_mode
 from mmdet.evaluators.found import Found, merge_found
 from mmdet.evaluators.judge import judge
 from mmdet.evaluators.results import Results, id_array

@@ -1,19 +1,15 @@
-"""What the trainer asks of any evaluator, and how an evaluation is spread over ranks without hanging when one fails."""
+"""What the trainer asks of any evaluator."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from mmdet.core.distributed import all_gather_objects, broadcast_object, get_world_size, is_main
-
-T = TypeVar("T")
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -31,15 +27,6 @@ class Evaluator(Protocol):
 
     def evaluate(self, model: nn.Module) -> Evaluation:
         """Judges ``model``; every rank calls it, an error on one is raised on all."""
-
-
-class RankError(RuntimeError):
-    """Another rank failed. ``rank`` says which, ``remote_traceback`` holds its traceback as text."""
-
-    def __init__(self, rank: int, message: str, remote_traceback: str):
-        super().__init__(f"rank {rank} failed in the evaluation: {message}")
-        self.rank = rank
-        self.remote_traceback = remote_traceback
 
 
 @contextmanager
@@ -72,44 +59,3 @@ def _precision(device: torch.device | str, amp: str | None) -> AbstractContextMa
     if amp not in PRECISIONS:
         raise ValueError(f"amp is {amp!r}; expected off, bf16 or fp16")
     return torch.autocast(kind, dtype=PRECISIONS[amp])
-
-
-def gather_from_ranks(work: Callable[[], T]) -> list[T]:
-    """Runs ``work`` on every rank and returns all results, by rank, on every rank.
-
-    An exception in any rank's work is raised on every rank: the rank's own where it happened, a ``RankError`` that names
-    it elsewhere. So nobody waits for a rank that is gone. Results are pickled: plain data and arrays.
-    """
-    value, error = _attempt(work)
-    outcomes = all_gather_objects((value, _describe(error)))
-    if error is not None:
-        raise error
-    for rank, (_, failure) in enumerate(outcomes):
-        if failure is not None:
-            raise RankError(rank, *failure)
-    return [value for value, _ in outcomes]
-
-
-def compute_on_main(work: Callable[[], T]) -> T:
-    """Runs ``work`` on rank 0 alone and returns its result on every rank; an exception is raised on every rank."""
-    value, error = _attempt(work) if is_main() else (None, None)
-    if get_world_size() > 1:
-        value, failure = broadcast_object((value, _describe(error)))
-        if error is None and failure is not None:
-            raise RankError(0, *failure)
-    if error is not None:
-        raise error
-    return value
-
-
-def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return work(), None
-    except Exception as error:  # not swallowed: both callers raise it once the other ranks know
-        return None, error
-
-
-def _describe(error: Exception | None) -> tuple[str, str] | None:
-    if error is None:
-        return None
-    return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))

@@ -51,6 +51,10 @@ class Exp:
     ema_cycle_epochs: int = 0  # start the average again every n epochs; 0: never
     clip_norm: float = 0.0  # largest gradient norm; 0: no clipping
     clip_scope: Literal["global", "group"] = "global"  # norm over all parameters, or per parameter group
+    max_loss: float = 0.0  # a total loss above it counts as not finite, and the step is left out; 0: any finite loss is good
+    snapshot_interval: int = 100  # steps between copies of the state in memory, to go back to when training fails
+    max_failed_saves: int = 3  # saves in a row that may fail (a full disk) before the run stops
+    warmup_pass: Literal["auto", "on", "off"] = "auto"  # try the largest batch before training; auto: on CUDA
     grad_accum: int = 1  # micro-batches per optimizer step; the total batch stays batch_size
     amp: Literal["off", "bf16", "fp16"] = "off"  # precision of the forward pass in training
     channels_last: bool = False  # memory format of model and images
@@ -163,7 +167,15 @@ class Exp:
 
     def validate(self) -> None:
         """Stops before anything is built when a value cannot work."""
-        for name in ("max_epoch", "eval_interval", "print_interval", "batch_size", "grad_accum"):
+        for name in (
+            "max_epoch",
+            "eval_interval",
+            "print_interval",
+            "batch_size",
+            "grad_accum",
+            "snapshot_interval",
+            "max_failed_saves",
+        ):
             self._expect(name, getattr(self, name) >= 1, "at least 1")
         for name in (
             "warmup_epochs",
@@ -171,6 +183,7 @@ class Exp:
             "save_interval_steps",
             "keep_checkpoints",
             "clip_norm",
+            "max_loss",
             "weight_decay",
             "seed",
         ):
@@ -264,6 +277,14 @@ class Exp:
         """Names of the classes in the order of the model's outputs; empty where there are none."""
         return ()
 
+    def adopt_data(self, split: str) -> None:
+        """Takes over what a data set says of itself (its classes), to judge a model that no checkpoint describes."""
+
+    def judged(self, evaluator: Any) -> tuple[str, dict[str, Any]]:
+        """What an evaluator judges on: a report for people, and for the records ``annotations`` and how much there is of what."""
+        source = evaluator.loader.source
+        return source.report(), {"annotations": str(source.annotation_file), "images": len(source)}
+
     def evaluation_lines(self, evaluation: Any) -> list[str]:
         """An evaluation as text for the log."""
         return [", ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items())]
@@ -293,6 +314,10 @@ class Exp:
     def demo_settings(self) -> dict[str, Any]:
         """What ``--demo`` sets: a schedule that ends in minutes on two cores."""
         return {}
+
+    def largest_batch(self, loader: Any) -> Any:
+        """A rank's share of the largest batch that training can meet, with the most boxes, to warm up with; None: unknown."""
+        return None
 
     def summary_input(self) -> tuple[Callable[[nn.Module], Any], str] | None:
         """What operations are counted on: a forward pass of a model on the meta device, and its size in words; or None."""

@@ -97,6 +97,28 @@ class DetectionExp(Exp):
         draw = np.random.default_rng(np.random.SeedSequence([self.seed, step // self.multiscale_interval, len(sizes)]))
         return sizes[int(draw.integers(len(sizes)))]
 
+    def largest_size(self, loader: TrainLoader) -> tuple[int, int]:
+        """(H, W) px of the largest batch of training."""
+        if loader.plan is None:
+            return max(self.train_sizes(), key=math.prod)
+        return max(loader.planned_sizes(epoch=0), key=math.prod)
+
+    def most_boxes(self) -> int:
+        """The most boxes that a training image can have."""
+        data = self.dataset("train")
+        return max((len(data.annotation(i).boxes) for i in range(len(data))), default=0)
+
+    def largest_batch(self, loader: TrainLoader) -> Batch:
+        """Black images of the largest size, each with the most boxes, of all sizes and classes."""
+        images, boxes = loader.batch_size // loader.world, max(self.most_boxes(), 1)
+        height, width = self.largest_size(loader)
+        draw = np.random.default_rng(0)
+        corners = draw.uniform(0, 0.8, (images, boxes, 2)) * (width, height)
+        far = corners + draw.uniform(0.02, 0.2, (images, boxes, 2)) * (width, height)
+        labels = draw.integers(self.num_classes, size=(images, boxes))
+        targets = Targets.from_lists(boxes=list(np.concatenate([corners, far], 2)), labels=list(labels))
+        return Batch(torch.zeros((images, 3, height, width), dtype=torch.uint8), targets)
+
     # -- data -----------------------------------------------------------------------------------------------------------
 
     def train_pipeline(self) -> Callable[..., Sample]:
@@ -168,6 +190,9 @@ class DetectionExp(Exp):
 
     def label_names(self) -> Sequence[str]:
         return self.class_names if len(self.class_names) == self.num_classes else ()
+
+    def adopt_data(self, split: str) -> None:
+        self.adopt_classes(self.dataset(split).categories)
 
     def get_train_loader(self, workers: int = 2, rank: int = 0, world: int = 1, data_seed: int = 0) -> TrainLoader:
         """Batches of ``batch_size`` / world images per rank."""

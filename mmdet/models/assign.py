@@ -6,17 +6,19 @@ influence each other, so the result does not depend on it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mmdet.data.structures import Targets
-from mmdet.errors import NonFiniteError
+from mmdet.data.structures import LossOutput, Targets
 from mmdet.models.points import inside_boxes
 
 ASSIGN_BYTES = 256 * 2**20
 INSIDE_BYTES = 32  # of all tensors that live at once per (region, point) pair in ``inside_ignored``, rounded up
+STAND_IN = 10.0  # largest value of predictions that replace those that are no numbers: safe under exp, whatever it means
 
 
 class Assignment(NamedTuple):
@@ -27,18 +29,44 @@ class Assignment(NamedTuple):
     scores: Tensor  # (B, A) target score, 0 where not positive
 
 
-def check_finite(**tensors: Tensor) -> None:
-    """Raises NonFiniteError naming the first tensor with a value that is not finite, and how many and in which images."""
+def finite_predictions(
+    predictions: NamedTuple, names: Sequence[str], watched: Mapping[str, Tensor] | None = None
+) -> tuple[NamedTuple, str]:
+    """The predictions as they are and "", where all is finite; else stand-ins and a sentence for :func:`spoil`.
+
+    A process that raised here would leave the others waiting for it in the next exchange between processes. So it goes on, with
+    values small enough for every matching, through which gradients still reach every parameter, and whose losses count for
+    nothing.
+
+    Args:
+        predictions: what the head says.
+        names: its fields that the network computes, tensors (B, ...) or tuples of them.
+        watched: what must be finite, (B, ...) each, under the names for the sentence; default: those fields.
+    """
+    tensors = {n: getattr(predictions, n).detach() for n in names} if watched is None else dict(watched)
     finite = torch.stack([t.isfinite().all() for t in tensors.values()]).tolist()
-    for (name, tensor), good in zip(tensors.items(), finite, strict=True):
-        if not good:
-            bad = ~tensor.isfinite().flatten(1)
-            rows = bad.any(1).nonzero().flatten().tolist()
-            raise NonFiniteError(
-                f"the predicted {name} {tuple(tensor.shape)} hold {int(bad.sum())} values that are NaN or infinite, in images "
-                f"{rows} of the batch, so no targets can be assigned. Look at these images; else a lower learning rate, a longer "
-                "warm-up or float32 are the usual cures."
-            )
+    if all(finite):
+        return predictions, ""
+    name, tensor = next(item for item, good in zip(tensors.items(), finite, strict=True) if not good)
+    bad = ~tensor.isfinite().flatten(1)
+    fault = (
+        f"the predicted {name} {tuple(tensor.shape)} hold {int(bad.sum())} values that are NaN or infinite, in images "
+        f"{bad.any(1).nonzero().flatten().tolist()} of the batch"
+    )
+    return predictions._replace(**{n: _stand_in(getattr(predictions, n)) for n in names}), fault
+
+
+def _stand_in(value: Tensor | tuple[Tensor, ...]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_stand_in, value))
+    return value.nan_to_num(0.0, 0.0, 0.0).clamp(-STAND_IN, STAND_IN)
+
+
+def spoil(output: LossOutput, fault: str) -> LossOutput:
+    """``output`` with every loss NaN, where there is a ``fault``: whoever sees the total knows that the step is lost."""
+    if not fault:
+        return output
+    return replace(output, losses={name: value * torch.nan for name, value in output.losses.items()}, nonfinite=fault)
 
 
 def check_labels(targets: Targets, num_classes: int) -> None:

@@ -5,6 +5,8 @@ All functions work in at least float32 (float64 stays float64). A box without ar
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -51,3 +53,24 @@ def giou_aligned(a: Tensor, b: Tensor, eps: float = 1e-10) -> Tensor:
 def giou_pairwise(a: Tensor, b: Tensor, eps: float = 1e-10) -> Tensor:
     """Generalised IoU of every box of (..., N, 4) with every box of (..., M, 4) -> (..., N, M)."""
     return giou_aligned(a.unsqueeze(-2), b.unsqueeze(-3), eps)
+
+
+def ciou_aligned(a: Tensor, b: Tensor, eps: float = 1e-9) -> Tensor:
+    """Complete IoU (arXiv 1911.08287, equations 8 to 11) of boxes (..., 4) and (..., 4) -> (...), at most 1.
+
+    IoU less the squared distance of the centres over the squared diagonal of the enclosing box, less a term for the difference of
+    the aspect ratios. That term's weight counts as a constant for gradients, as in the paper's own code. Symmetric in ``a`` and
+    ``b``.
+    """
+    a, b = at_least_float32(a), at_least_float32(b)
+    intersection, union = _intersection_and_union(a, b, eps)
+    iou = intersection / union
+    size_a, size_b = a[..., 2:] - a[..., :2], b[..., 2:] - b[..., :2]
+    offset = (a[..., :2] + a[..., 2:] - b[..., :2] - b[..., 2:]) / 2
+    corners = torch.maximum(a[..., 2:], b[..., 2:]) - torch.minimum(a[..., :2], b[..., :2])
+    distance = offset.square().sum(-1) / (corners.square().sum(-1) + eps)
+    angle_a, angle_b = (torch.atan(size[..., 0] / (size[..., 1] + eps)) for size in (size_a, size_b))
+    shape = (4 / math.pi**2) * (angle_a - angle_b).square()
+    with torch.no_grad():
+        weight = shape / (1 - iou + shape + eps)
+    return iou - distance - weight * shape

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmdet.models.boxes import at_least_float32, giou_aligned, iou_aligned
+from mmdet.models.boxes import at_least_float32, ciou_aligned, giou_aligned, iou_aligned
 
 
 def full_precision(tensor: Tensor) -> torch.autocast:
@@ -52,6 +52,12 @@ def giou_loss(boxes: Tensor, targets: Tensor, eps: float = 1e-10) -> Tensor:
     """``1 - GIoU`` of paired boxes (N, 4), any common unit -> (N,) in [0, 2]."""
     with full_precision(boxes):
         return 1 - giou_aligned(boxes, targets, eps)
+
+
+def ciou_loss(boxes: Tensor, targets: Tensor, eps: float = 1e-9) -> Tensor:
+    """``1 - CIoU`` of paired boxes (N, 4), any common unit -> (N,), 0 or more."""
+    with full_precision(boxes):
+        return 1 - ciou_aligned(boxes, targets, eps)
 
 
 def squared_iou_loss(boxes: Tensor, targets: Tensor, eps: float = 1e-16) -> Tensor:

@@ -17,7 +17,7 @@ from toy_task import line_exp
 from mmdet.core import RunOptions, Trainer
 from mmdet.core.checkpoint import load_pretrained
 from mmdet.core.files import checksum, read_checkpoint, save_atomic
-from mmdet.core.resume import Resumption, read_full_state, restore
+from mmdet.core.resume import Resumption, choice_of, read_full_state, restore
 from mmdet.core.state import training_state
 from mmdet.errors import UserError
 from mmdet.exp import exp_of_checkpoint
@@ -204,12 +204,12 @@ def test_wrong_entries_of_a_checkpoint(tmp_path, trainer, watched, count, seed):
     save_atomic(state, path)
     state, model = read_checkpoint(path), trainer.exp.get_model()
     watched(lambda: (repr(torch.ones(())), exp_of_checkpoint(state)))  # what Python and torch import on first use
-    restore(trainer, Resumption(path, read_full_state(path)))
+    restore(trainer, Resumption(path, read_full_state(path), choice_of(path)))
     for _ in range(count):
         content = with_junk(state, draw)
         save_atomic(content, path) if draw.random() < 0.5 else torch.save(content, path)
         before = files_of(tmp_path)
-        restored, events = watched(lambda: restore(trainer, Resumption(path, read_full_state(path))))
+        restored, events = watched(lambda: restore(trainer, Resumption(path, read_full_state(path), choice_of(path))))
         if check(restored, events, path):
             assert checksum(dict(trainer.model.state_dict())) == checksum(dict(content["model"]))
             assert trainer.step == content["step"]

@@ -1,6 +1,8 @@
 """A resume is the same run or it is refused by name; damaged checkpoints are named and never mean epoch 0."""
 
 import copy
+import json
+import os
 import shutil
 
 import pytest
@@ -9,10 +11,11 @@ from loguru import logger
 from toy_task import LineExp, PointLoader, line_exp
 
 from mmdet.core import RunOptions, Trainer
-from mmdet.core.files import checksum, read_checkpoint, save_atomic
+from mmdet.core.entries import OPTIONAL
+from mmdet.core.files import checksum, numbered_epochs, read_checkpoint, save_atomic
 from mmdet.core.optim import ParamRule
 from mmdet.core.state import training_state
-from mmdet.errors import CheckpointError
+from mmdet.errors import CheckpointError, UsageError
 
 
 def trainer_of(exp, **options):
@@ -52,27 +55,64 @@ def messages():
     logger.remove(sink)
 
 
-def cut(path):
-    """In place of the file half of its bytes, in a file of its own (the original may have other names)."""
-    data = path.read_bytes()
+def replace(path, data):
+    """Other bytes, in a file of their own (the original may have other names)."""
     path.unlink()
-    path.write_bytes(data[: len(data) // 2])
+    path.write_bytes(data)
+
+
+def cut(path):
+    data = path.read_bytes()
+    replace(path, data[: len(data) // 2])
+
+
+def spoil(path):
+    """A NaN in a file that is whole and has a right checksum."""
+    saved = read_checkpoint(path)
+    saved["model"]["first.bias"][2] = float("nan")
+    path.unlink()
+    save_atomic(saved, path)
 
 
 # -- damaged files (case C06) ------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_newest_file_is_named_and_the_one_before_continues(tmp_path, run_dir, messages):
+@pytest.mark.parametrize("damage", [cut, spoil, lambda path: replace(path, b"")], ids=["cut", "non-finite", "empty"])
+def test_a_damaged_newest_file_is_named_and_auto_takes_the_one_before(tmp_path, run_dir, messages, damage):
     whole = {p.name: read_checkpoint(p) for p in run_dir.glob("*.pth")}
-    cut(run_dir / "last.pth")
-    trainer = trainer_of(line_exp(tmp_path, seed=3), resume="")
+    damage(run_dir / "last.pth")
+    for words in ("", str(run_dir)):
+        with pytest.raises(CheckpointError, match="last.pth.*newest good checkpoint is .*epoch_003.pth, 12 steps.*--resume auto"):
+            trainer_of(line_exp(tmp_path, seed=3), resume=words)
+    trainer = trainer_of(line_exp(tmp_path, seed=3), resume="auto")
     assert trainer.step == 12 and trainer.run_dir == run_dir
     text = "".join(messages)
-    assert "last.pth' (" in text and "truncated" in text and "going on from" in text and "epoch_003.pth" in text
+    assert "last.pth' " in text and "going on from" in text and "epoch_003.pth" in text
+    assert any(word in text for word in ("truncated", "holds NaN or infinity in model.first.bias"))
     trainer.train()
     for name, content in whole.items():  # the good file was not replaced by the damaged one
         assert same(read_checkpoint(run_dir / name)["model"], content["model"]), name
     assert same(training_state(trainer)["optimizer"], whole["last.pth"]["optimizer"])
+
+
+def test_a_damaged_file_that_is_not_the_newest_is_only_mentioned(tmp_path, run_dir, messages):
+    cut(run_dir / "epoch_003.pth")
+    assert trainer_of(line_exp(tmp_path, seed=3), resume="").step == 16
+    text = "".join(messages)
+    assert "epoch_003.pth" in text and "going on from" not in text
+
+
+def test_the_step_in_the_file_counts_not_the_clock(tmp_path, run_dir):
+    """The clock was set back by a day before the last save, and last.pth was lost."""
+    (run_dir / "last.pth").rename(run_dir / "epoch_004.pth")
+    (run_dir / "best.pth").unlink()
+    day = 24 * 3600
+    os.utime(run_dir / "epoch_004.pth", (os.stat(run_dir / "epoch_003.pth").st_mtime - day,) * 2)
+    for words in ("", "auto"):
+        trainer = trainer_of(line_exp(tmp_path, seed=3, max_epoch=5), resume=words)
+        assert trainer.step == 16 and trainer.resumption.path.name == "epoch_004.pth"
+    trainer.train()
+    assert [p.name for p in numbered_epochs(run_dir)] == ["epoch_004.pth"] and read_checkpoint(run_dir / "last.pth")["step"] == 20
 
 
 def test_when_no_file_is_good_nothing_starts(tmp_path, run_dir):
@@ -81,12 +121,16 @@ def test_when_no_file_is_good_nothing_starts(tmp_path, run_dir):
     before = {p.name: p.read_bytes() for p in run_dir.iterdir() if p.is_file()}
     with pytest.raises(CheckpointError, match="no checkpoint in .* can be resumed.*last.pth.*epoch_003.pth.*without --resume"):
         trainer_of(line_exp(tmp_path, seed=3), resume="")
+    with pytest.raises(CheckpointError, match="no checkpoint in .* can be resumed"):  # never epoch 0 in a folder that had more
+        trainer_of(line_exp(tmp_path, seed=3), resume="auto", experiment_name="a")
     assert before == {p.name: p.read_bytes() for p in run_dir.iterdir() if p.is_file()}
 
 
 def test_a_named_file_must_be_good(tmp_path, run_dir):
     cut(run_dir / "last.pth")
-    with pytest.raises(CheckpointError, match="last.pth.*cannot be read: it is truncated"):
+    with pytest.raises(
+        CheckpointError, match="last.pth.*cannot be read: it is truncated.*beside it is .*epoch_003.pth: --resume"
+    ):
         trainer_of(line_exp(tmp_path, seed=3), resume=str(run_dir / "last.pth"))
 
 
@@ -103,17 +147,104 @@ def test_going_back_to_an_older_file_keeps_it(tmp_path, run_dir):
     assert third["step"] == 12
 
 
-def test_a_failed_save_leaves_the_run_resumable(tmp_path, run_dir, monkeypatch):
+def test_going_back_keeps_what_came_later_out_of_the_way(tmp_path, run_dir, messages):
+    last, best = read_checkpoint(run_dir / "last.pth"), read_checkpoint(run_dir / "best.pth")
+    assert best["step"] == 8
+    trainer_of(line_exp(tmp_path, seed=3, max_epoch=5), resume=str(run_dir / "best.pth")).train()
+    assert same(read_checkpoint(run_dir / "last.before_resume.pth"), last)
+    assert read_checkpoint(run_dir / "epoch_003.before_resume.pth")["step"] == 12
+    assert "kept as last.before_resume.pth, epoch_003.before_resume.pth" in "".join(messages)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    mark = next(line for line in lines if line["kind"] == "resume")
+    assert mark["event"] == "resume" and mark["step"] == 8 and mark["from"].endswith("best.pth")
+    trainer_of(line_exp(tmp_path, seed=3, max_epoch=5), resume=str(run_dir / "epoch_004.pth")).train()
+    assert read_checkpoint(run_dir / "last.before_resume.2.pth")["step"] == 20
+    assert same(read_checkpoint(run_dir / "last.before_resume.pth"), last)
+    trainer = trainer_of(line_exp(tmp_path, seed=3, max_epoch=5), resume="auto")  # what was left aside is not taken up again
+    assert trainer.resumption.path == run_dir / "last.pth"
+
+
+def test_the_best_is_looked_for_anew_before_it_came(tmp_path, messages):
+    scores = {"eval_interval": 1, "scores": (0.1, 0.2, 0.9, 0.3), "keep_checkpoints": 4}
+    trainer_of(line_exp(tmp_path, **scores), experiment_name="a").train()
+    folder = tmp_path / "line" / "a"
+    trainer = trainer_of(line_exp(tmp_path, eval_interval=1), resume=str(folder / "epoch_001.pth"))
+    trainer.evaluator.scores = (0.15, 0.12, 0.5)
+    assert trainer.best["value"] is None and "looked for anew" in "".join(messages)
+    assert trainer.train() == {"metric": "score", "value": 0.5, "epoch": 4}
+    assert read_checkpoint(folder / "best.pth")["step"] == 16 == read_checkpoint(folder / "weights.pth")["step"]
+    assert read_checkpoint(folder / "best.before_resume.pth")["best"]["value"] == pytest.approx(0.9)
+
+
+def test_a_folder_that_changed_meanwhile_is_not_written_to(tmp_path, run_dir):
     trainer = trainer_of(line_exp(tmp_path, seed=3, max_epoch=5), resume="")
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space left on device: could not save .*pth; files saved earlier are untouched"):
+    other = trainer_of(line_exp(tmp_path, seed=3, max_epoch=6), resume="")
+    other.train()
+    before = read_checkpoint(run_dir / "last.pth")
+    with pytest.raises(UsageError, match="checkpoints changed while this run was being built.*Start again"):
         trainer.train()
-    monkeypatch.undo()
-    assert trainer_of(line_exp(tmp_path, seed=3, max_epoch=5), resume="").step == 16
+    assert same(read_checkpoint(run_dir / "last.pth"), before) and not (run_dir / "run.lock").exists()
+
+
+# -- auto --------------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_starts_afresh_and_then_goes_on(tmp_path, messages):
+    words = {"resume": "auto", "experiment_name": "a"}
+    (tmp_path / "line" / "a").mkdir(parents=True)
+    (tmp_path / "line" / "a" / "notes.txt").write_text("a folder without checkpoints is no run")
+    first = trainer_of(line_exp(tmp_path, seed=3, max_epoch=2), **words)
+    assert first.step == 0 and first.resumption is None
+    assert "--resume auto: no checkpoint in" in "".join(messages) and "a fresh start" in "".join(messages)
+    first.train()
+    assert (tmp_path / "line" / "a" / "run.json").is_file()
+    second = trainer_of(line_exp(tmp_path, seed=3, max_epoch=4), **words)
+    assert second.step == 8
+    second.train()
+    messages.clear()
+    finished = trainer_of(line_exp(tmp_path, seed=3), **words)
+    assert finished.train() == second.best and "nothing is left to do: all 4 epochs are done" in "".join(messages)
+    assert [p.name for p in (tmp_path / "line").iterdir()] == ["a"]
+
+
+def test_auto_without_a_name_takes_the_newest_run(tmp_path, run_dir):
+    (tmp_path / "line" / "b").mkdir()
+    assert trainer_of(line_exp(tmp_path, seed=3), resume="auto").run_dir == run_dir
+    fresh = trainer_of(line_exp(tmp_path, "other", seed=3), resume="auto")
+    assert fresh.step == 0 and fresh.run_dir.parent == tmp_path / "other"
+
+
+def test_auto_fine_tunes_at_its_fresh_start_only(tmp_path, run_dir):
+    words = {"resume": "auto", "experiment_name": "tuned", "ckpt": str(run_dir / "weights.pth")}
+    trainer = trainer_of(line_exp(tmp_path), **words)
+    weights = read_checkpoint(run_dir / "weights.pth")["model"]
+    assert same(trainer.model.state_dict()["last.weight"], weights["last.weight"])
+    trainer.train()
+    state = read_checkpoint(tmp_path / "line" / "tuned" / "last.pth")
+    assert same(trainer_of(line_exp(tmp_path), **words).model.state_dict(), state["model"])
+
+
+# -- guard and data seed ------------------------------------------------------------------------------------------------------
+
+
+def test_the_guards_counts_and_the_data_seed_go_on(tmp_path, run_dir):
+    counts = {"in_a_row": 1, "recent": [14, 16], "skipped": 7, "restores": 2}
+    saved = read_checkpoint(run_dir / "last.pth")
+    assert saved["data_seed"] == 0 and saved["guard"]["skipped"] == 0
+    save_atomic({**saved, "guard": counts, "data_seed": 5}, run_dir / "last.pth")
+    trainer = trainer_of(line_exp(tmp_path, seed=3, max_epoch=5), resume="")
+    assert trainer.guard.state_dict() == counts and trainer.data_seed == 5
+    trainer.train()
+    assert trainer.loader.seen[0] == next(PointLoader(6, 3, data_seed=5).batches(16)).index
+    again = read_checkpoint(run_dir / "last.pth")
+    assert again["data_seed"] == 5 and again["guard"]["skipped"] == 7
+
+
+def test_a_file_without_a_guard_still_resumes(tmp_path, run_dir):
+    saved = read_checkpoint(run_dir / "last.pth")
+    del saved["guard"]
+    save_atomic(saved, run_dir / "last.pth")
+    assert trainer_of(line_exp(tmp_path, seed=3), resume="").guard.restores == 0
 
 
 # -- what may change ---------------------------------------------------------------------------------------------------------
@@ -302,9 +433,10 @@ WRONG = {
     "exp": [3, {}, {"name": "line", "file": "", "values": {"max_epoch": "four"}}, {"name": "line", "file": "", "values": [1]}],
     "overrides": [3],
     "class_names": [3, [1], "abc"],
-    "data_seed": ["x", 7],
+    "data_seed": ["x", -1, None],
     "versions": [None, "x"],
     "conditions": [None, {}, 3],
+    "guard": [None, 3, {"skipped": "x"}, {"recent": [None]}, {}],
 }
 
 
@@ -315,7 +447,7 @@ def test_wrong_entries_are_named(tmp_path, run_dir, key, value):
     save_atomic({**saved, key: value}, path)
     with pytest.raises(CheckpointError, match="wrong.pth"):
         trainer_of(line_exp(tmp_path, seed=3), resume=str(path))
-    if not (key == "epoch" and value is True):
+    if key not in OPTIONAL and not (key == "epoch" and value is True):
         save_atomic({k: v for k, v in saved.items() if k != key}, path)
         with pytest.raises(CheckpointError, match=f"no (entry )?'?{key}"):
             trainer_of(line_exp(tmp_path, seed=3), resume=str(path))

@@ -99,11 +99,9 @@ def test_an_image_that_no_rank_saw_is_an_error_on_both(answers):
 
 def test_an_error_on_one_rank_is_raised_on_both(answers):
     assert answers[1]["in the model"] == "ValueError: boom at 2"
-    assert answers[0]["in the model"] == "RankError: rank 1 failed in the evaluation: ValueError: boom at 2"
+    assert answers[0]["in the model"] == "RankError: rank 1 failed: ValueError: boom at 2"
     assert answers[0]["in judging"] == "ValueError: max_dets is 0; expected at least 1"
-    assert (
-        answers[1]["in judging"] == "RankError: rank 0 failed in the evaluation: ValueError: max_dets is 0; expected at least 1"
-    )
+    assert answers[1]["in judging"] == "RankError: rank 0 failed: ValueError: max_dets is 0; expected at least 1"
     assert answers["seconds"] < 60
 
 

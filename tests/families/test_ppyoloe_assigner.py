@@ -6,10 +6,10 @@ import torch
 from shared import SHARED, needs_shared
 
 from mmdet.data.structures import Targets
-from mmdet.errors import NonFiniteError
 from mmdet.families.ppyoloe import assigner
 from mmdet.families.ppyoloe.assigner import assign_atss, assign_task_aligned
-from mmdet.models.assign import check_finite, inside_ignored
+from mmdet.families.ppyoloe.head import Predictions
+from mmdet.models.assign import finite_predictions, inside_ignored
 from mmdet.models.boxes import iou_pairwise
 from mmdet.models.points import make_points
 
@@ -220,9 +220,13 @@ def test_crowd_regions():
     assert not inside_ignored(GRID.points, torch.zeros(2, 0, 4)).any()
 
 
-def test_a_prediction_that_is_not_finite_is_named():
-    good, bad = torch.zeros(3, 5, 2), torch.zeros(3, 5, 2)
+def test_a_prediction_that_is_not_finite_is_named_and_replaced():
+    good, bad = torch.full((3, 5), 70.0), torch.zeros(3, 5, 2)
+    grid = make_points([(1, 5)], [8])
+    given = Predictions(good, bad, *grid)
+    assert finite_predictions(given, ("class_logits", "box_logits")) == (given, "")
     bad[1, 2, 0] = float("nan")
-    check_finite(class_logits=good)
-    with pytest.raises(NonFiniteError, match=r"box_logits \(3, 5, 2\) hold 1 values that are NaN or infinite, in images \[1\]"):
-        check_finite(class_logits=good, box_logits=bad)
+    replaced, fault = finite_predictions(given, ("class_logits", "box_logits"))
+    assert fault == "the predicted box_logits (3, 5, 2) hold 1 values that are NaN or infinite, in images [1] of the batch"
+    assert replaced.box_logits.isfinite().all() and replaced.class_logits.max() == 10
+    assert replaced.points is grid.points  # what no network computed stays

@@ -8,11 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmdet.core.distributed import mean_normalizers
+from mmdet.core.normalizers import mean_normalizers
 from mmdet.data.structures import Batch, LossOutput, Targets
 from mmdet.families.fcos.assigner import assign_points, level_ranges
 from mmdet.families.fcos.head import Predictions
-from mmdet.models.assign import ASSIGN_BYTES, Assignment, check_finite, check_labels, inside_ignored, targets_at
+from mmdet.models.assign import (
+    ASSIGN_BYTES,
+    Assignment,
+    check_labels,
+    finite_predictions,
+    inside_ignored,
+    spoil,
+    targets_at,
+)
 from mmdet.models.boxes import at_least_float32
 from mmdet.models.losses import focal_loss, full_precision
 from mmdet.models.points import boxes_to_distances
@@ -63,8 +71,9 @@ class FCOSCriterion(nn.Module):
         alpha, gamma: of the focal loss.
         assign_bytes: bound on the assigner's intermediate tensors.
 
+    Where a prediction is not finite, all losses are NaN, and ``nonfinite`` names it.
+
     Raises:
-        NonFiniteError: a prediction is not finite; it is named.
         ValueError: a label lies outside [0, C).
     """
 
@@ -93,12 +102,8 @@ class FCOSCriterion(nn.Module):
 
     def forward(self, predictions: Predictions, batch: Batch) -> LossOutput:
         with full_precision(predictions.class_logits):
+            predictions, fault = finite_predictions(predictions, ("class_logits", "distances", "centerness_logits"))
             logits = at_least_float32(predictions.class_logits)
-            check_finite(
-                class_logits=logits.detach(),
-                distances=predictions.distances.detach(),
-                centerness_logits=predictions.centerness_logits.detach(),
-            )
             check_labels(batch.targets, self.num_classes)
             assigned = self.assign(predictions, batch)
             num_pos, ctn_sum = assigned.positive.sum(), assigned.scores.sum()
@@ -110,7 +115,7 @@ class FCOSCriterion(nn.Module):
             "loss_box": loss_box / (per_centerness if self.quality == "centerness" else per_positive),
             "loss_ctn": loss_ctn / per_positive,
         }
-        return LossOutput(losses, {"num_pos": num_pos / len(batch), "ctn_sum": ctn_sum})
+        return spoil(LossOutput(losses, {"num_pos": num_pos / len(batch), "ctn_sum": ctn_sum}), fault)
 
     @torch.no_grad()
     def assign(self, predictions: Predictions, batch: Batch) -> Assignment:

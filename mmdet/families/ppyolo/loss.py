@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmdet.core.normalizers import image_normalizer
 from mmdet.data.structures import Batch, LossOutput, Targets
 from mmdet.families.ppyolo.anchors import Anchors, CellTable, cell_table, in_cell
 from mmdet.families.ppyolo.assigner import Positives, assign_best_anchor, largest_overlaps
 from mmdet.families.ppyolo.head import Predictions
-from mmdet.models.assign import ASSIGN_BYTES, check_finite, check_labels, inside_ignored
+from mmdet.models.assign import ASSIGN_BYTES, check_labels, finite_predictions, inside_ignored, spoil
 from mmdet.models.boxes import at_least_float32, iou_aligned
 from mmdet.models.losses import full_precision
 
@@ -33,15 +34,16 @@ class PPYOLOCriterion(nn.Module):
 
     Every term is a sum over the cells of an image and a mean over images. The normaliser is therefore the number of images:
     ranks and micro-batches hold equally many, so the mean of their gradients is the gradient of the mean over all of them, and
-    nothing has to be reduced here.
+    nothing has to be reduced over ranks.
 
     A positive cell learns place and shape of its box, its classes, the IoU of its prediction, and that there is an object; all
     of that counts as much as the box's mix-up weight says. Every other cell learns that there is none, unless its prediction
     overlaps some box by more than ``ignore_threshold`` or its centre lies in an ignore region. Statistic: ``num_pos``, positive
     cells per image.
 
+    Where a prediction is not finite, all losses are NaN, and ``nonfinite`` names its level.
+
     Raises:
-        NonFiniteError: a prediction is not finite; its level is named.
         ValueError: a label lies outside [0, C).
     """
 
@@ -66,9 +68,11 @@ class PPYOLOCriterion(nn.Module):
         self.assign_bytes = assign_bytes
 
     def forward(self, predictions: Predictions, batch: Batch) -> LossOutput:
-        maps, targets = predictions.maps, batch.targets
-        with full_precision(maps[0]):
-            check_finite(**{f"map of stride {s}": m.detach() for s, m in zip(self.anchors.strides, maps, strict=True)})
+        targets = batch.targets
+        with full_precision(predictions.maps[0]):
+            watched = {f"map of stride {s}": m.detach() for s, m in zip(self.anchors.strides, predictions.maps, strict=True)}
+            predictions, fault = finite_predictions(predictions, ("maps",), watched)
+            maps = predictions.maps
             check_labels(targets, self.num_classes)
             table = cell_table(maps, self.anchors)
             positives = assign_best_anchor(targets, self.anchors, table, self.num_classes)
@@ -79,9 +83,10 @@ class PPYOLOCriterion(nn.Module):
             )
             sums["loss_obj"] = self._object_loss(maps, positives, targets, learned.weight, table)
             sums["loss_cls"] = (classes.sum(1) * learned.weight).sum()
-        losses = {name: value / len(batch) for name, value in sums.items()}
+        images = image_normalizer(len(batch), maps[0])
+        losses = {name: value / images for name, value in sums.items()}
         num_pos = torch.tensor(len(positives.cell) / len(batch), device=maps[0].device)
-        return LossOutput(losses, {"num_pos": num_pos})
+        return spoil(LossOutput(losses, {"num_pos": num_pos}), fault)
 
     def _learned(self, maps: tuple[Tensor, ...], positives: Positives, targets: Targets, table: CellTable) -> _Learned:
         logits, ious = [], []

@@ -5,11 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mmdet.core.distributed import get_world_size, mean_normalizers
+from mmdet.core.distributed import get_world_size
+from mmdet.core.normalizers import mean_normalizers
 from mmdet.data.structures import Batch, LossOutput, Targets
 from mmdet.families.ppyoloe.assigner import assign_atss, assign_task_aligned
 from mmdet.families.ppyoloe.head import Predictions, expected_distances
-from mmdet.models.assign import ASSIGN_BYTES, Assignment, check_finite, check_labels, inside_ignored, targets_at
+from mmdet.models.assign import (
+    ASSIGN_BYTES,
+    Assignment,
+    check_labels,
+    finite_predictions,
+    inside_ignored,
+    spoil,
+    targets_at,
+)
 from mmdet.models.boxes import at_least_float32
 from mmdet.models.losses import distribution_focal_loss, focal_loss, full_precision, giou_loss, varifocal_loss
 from mmdet.models.points import boxes_to_distances, distances_to_boxes
@@ -24,8 +33,9 @@ class PPYOLOECriterion(nn.Module):
     Statistics: ``loss_l1`` (mean distance of the corners, strides), ``num_pos`` (positives per image), ``score_sum`` (over the
     batch of all ranks: ranks are averaged in the log).
 
+    Where a prediction is not finite, all losses are NaN, and ``nonfinite`` names it.
+
     Raises:
-        NonFiniteError: a prediction is not finite; it is named.
         ValueError: a label lies outside [0, C).
     """
 
@@ -53,8 +63,8 @@ class PPYOLOECriterion(nn.Module):
 
     def forward(self, predictions: Predictions, batch: Batch) -> LossOutput:
         with full_precision(predictions.class_logits):
+            predictions, fault = finite_predictions(predictions, ("class_logits", "box_logits"))
             logits = at_least_float32(predictions.class_logits)
-            check_finite(class_logits=logits.detach(), box_logits=predictions.box_logits.detach())
             check_labels(batch.targets, self.num_classes)
             assigned = self.assign(predictions, batch)
             (normalizer,) = mean_normalizers(assigned.scores.sum())
@@ -66,7 +76,8 @@ class PPYOLOECriterion(nn.Module):
             "loss_dfl": self.weight_dfl * dfl / normalizer,
         }
         num_pos = assigned.positive.sum() / len(batch)
-        return LossOutput(losses, {"loss_l1": l1, "num_pos": num_pos, "score_sum": assigned.scores.sum() * get_world_size()})
+        score_sum = assigned.scores.sum() * get_world_size()
+        return spoil(LossOutput(losses, {"loss_l1": l1, "num_pos": num_pos, "score_sum": score_sum}), fault)
 
     @torch.no_grad()
     def assign(self, predictions: Predictions, batch: Batch) -> Assignment:

@@ -132,6 +132,10 @@ class YOLOXExp(DetectionExp):
             plain_from=self.plain_from,
         )
 
+    def most_boxes(self) -> int:
+        """Of a mosaic, and of the image that is blended in."""
+        return super().most_boxes() * ((4 if self.mosaic_prob else 1) + (1 if self.mosaic_prob and self.mixup_prob else 0))
+
     def eval_transform(self) -> Callable[[Sample], Sample]:
         return LetterboxTransform(self.test_size, self.pad_value)
 

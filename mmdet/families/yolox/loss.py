@@ -6,11 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmdet.core.distributed import mean_normalizers
+from mmdet.core.normalizers import mean_normalizers
 from mmdet.data.structures import Batch, LossOutput
 from mmdet.families.yolox.assigner import assign_simota
 from mmdet.families.yolox.head import Predictions, decode_boxes, encode_boxes
-from mmdet.models.assign import ASSIGN_BYTES, Assignment, check_finite, check_labels, inside_ignored, targets_at
+from mmdet.models.assign import (
+    ASSIGN_BYTES,
+    Assignment,
+    check_labels,
+    finite_predictions,
+    inside_ignored,
+    spoil,
+    targets_at,
+)
 from mmdet.models.boxes import at_least_float32
 from mmdet.models.losses import full_precision, squared_iou_loss
 
@@ -25,8 +33,9 @@ class YOLOXCriterion(nn.Module):
     multiplies the losses of its positives. A point inside an ignore region that is not positive carries no loss.
     Statistic: ``num_fg``, positives (at least one) per box of the batch.
 
+    Where a prediction is not finite, all losses are NaN, and ``nonfinite`` names it.
+
     Raises:
-        NonFiniteError: a prediction is not finite; it is named.
         ValueError: a label lies outside [0, C).
     """
 
@@ -49,9 +58,11 @@ class YOLOXCriterion(nn.Module):
     def forward(self, predictions: Predictions, batch: Batch) -> LossOutput:
         with full_precision(predictions.class_logits):
             boxes = decode_boxes(predictions.box_codes, predictions.points, predictions.strides)
-            check_finite(
-                class_logits=predictions.class_logits.detach(), obj_logits=predictions.obj_logits.detach(), boxes=boxes.detach()
-            )
+            logits = {"class_logits": predictions.class_logits.detach(), "obj_logits": predictions.obj_logits.detach()}
+            names = ("class_logits", "obj_logits", "box_codes")
+            predictions, fault = finite_predictions(predictions, names, {**logits, "boxes": boxes.detach()})
+            if fault:
+                boxes = decode_boxes(predictions.box_codes, predictions.points, predictions.strides)
             check_labels(batch.targets, self.num_classes)
             assigned = self.assign(predictions, batch, boxes)
             (normalizer,) = mean_normalizers(assigned.positive.sum())
@@ -64,7 +75,7 @@ class YOLOXCriterion(nn.Module):
             "loss_l1": self.weight_l1 * l1 / normalizer,
         }
         num_fg = assigned.positive.sum().clamp(min=1) / batch.targets.valid.sum().clamp(min=1)
-        return LossOutput(losses, {"num_fg": num_fg})
+        return spoil(LossOutput(losses, {"num_fg": num_fg}), fault)
 
     def assign(self, predictions: Predictions, batch: Batch, boxes: Tensor | None = None) -> Assignment:
         """SimOTA on the batch; ``boxes`` (B, A, 4) px saves decoding them again."""
