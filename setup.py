@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-TOOLS = ("train", "eval")
+TOOLS = ("train", "eval", "track", "export")
 
 setup(
     name="mmdet-exp",
@@ -31,7 +31,7 @@ setup(
     ],
     extras_require={
         "test": ["pytest>=8", "ruff>=0.6"],
-        "export": ["onnx>=1.16", "onnxruntime>=1.18"],
+        "export": ["onnx>=1.16", "onnxruntime>=1.18", "onnxscript>=0.1"],
         "plots": ["matplotlib>=3.8"],
     },
     entry_points={"console_scripts": [f"mmdet-{name} = mmdet.tools.{name}:main" for name in TOOLS]},

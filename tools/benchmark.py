@@ -1,7 +1,8 @@
-"""Speed: ``python tools/benchmark.py step|data|judge``. Machines are noisy: compare ratios of one call, not calls.
+"""Speed: ``python tools/benchmark.py step|data|judge|track|pairs``. Machines are noisy: compare ratios of one call, not calls.
 
 step: seconds of a training step (forward, loss, backward, optimizer, EMA) of an exp. data: training samples a second of one
-process. judge: the COCO judge on 5,000 images and 500,000 detections, beside pycocotools.
+process. judge: the COCO judge on 5,000 images and 500,000 detections, beside pycocotools. track: frames a second of a tracker.
+pairs: a tracker's training pairs a second of one process, and the part of a training step that waits for two workers.
 """
 
 from __future__ import annotations
@@ -25,20 +26,25 @@ from mmdet.core.launch import choose_device
 from mmdet.data.structures import Batch, Targets
 from mmdet.evaluators import Results, judge
 from mmdet.exp import get_exp
+from mmdet.models.repvgg import deploy
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["step", "data", "judge"])
-    parser.add_argument("-n", "--name", default="ppyoloe_s", help="shipped exp, or an exp file")
+    parser.add_argument("what", choices=["step", "data", "judge", "track", "pairs"])
+    parser.add_argument(
+        "-n", "--name", default="", help="shipped exp, or an exp file; default: ppyoloe_s, of trackers siamese_tiny"
+    )
     parser.add_argument("-b", "--batch-size", type=int, default=8)
     parser.add_argument("--size", type=int, default=320, help="px of the square input")
     parser.add_argument("--boxes", type=int, nargs="+", default=[10, 200], help="boxes per image")
-    parser.add_argument("--data", default="demo", help="COCO-format folder for 'data'")
+    parser.add_argument("--data", default="demo", help="COCO-format folder for 'data', folder of videos for 'track' and 'pairs'")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--steps", type=int, default=8)
     args = parser.parse_args()
-    {"step": time_steps, "data": time_data, "judge": time_judge}[args.what](args)
+    args.name = args.name or ("siamese_tiny" if args.what in ("track", "pairs") else "ppyoloe_s")
+    work = {"step": time_steps, "data": time_data, "judge": time_judge, "track": time_track, "pairs": time_pairs}
+    work[args.what](args)
     return 0
 
 
@@ -140,6 +146,56 @@ def random_judgement(draw: np.random.Generator, images: int, per_image: int, cla
     }
     ids = np.repeat(np.arange(1, images + 1), per_image)
     return truth, Results(ids, found.reshape(-1), near.reshape(-1, 4), draw.random(images * per_image))
+
+
+def time_track(args: argparse.Namespace) -> None:
+    """Five passes over the first video of the val split, both forms of the model in turn; reading the frames does not count."""
+    device = choose_device(args.device)
+    torch.set_num_threads(1)
+    exp = get_exp(args.name, [f"data_dir={args.data}"])
+    source = exp.sources("val")[0]
+    frames = [source.load(0, i) for i in range(min(len(source.video(0)), 100))]
+    torch.manual_seed(0)
+    model = exp.get_model().to(device).eval()
+    trackers = {"training form": exp.get_tracker(model, device), "deployed": exp.get_tracker(deploy(model).eval(), device)}
+    rates: dict[str, list[float]] = {label: [] for label in trackers}
+    for _ in range(6):
+        for label, tracker in trackers.items():
+            state = tracker.start(frames[0], source.video(0).boxes[0])
+            start = time.perf_counter()
+            for frame in frames[1:]:
+                state = tracker.follow(state, frame)
+            rates[label].append((len(frames) - 1) / (time.perf_counter() - start))
+    for label, values in rates.items():  # the first pass warmed up
+        say(f"{args.name}, {label}, {device}, 1 thread: {statistics.median(values[1:]):.1f} frames/s (median of 5)")
+
+
+def time_pairs(args: argparse.Namespace) -> None:
+    """Pairs a second without workers; then training steps on what two workers make."""
+    device = choose_device(args.device)
+    torch.set_num_threads(1)
+    exp = get_exp(args.name, [f"data_dir={args.data}", f"batch_size={args.batch_size}"])
+    exp.prepare()
+    batches, rates = exp.get_train_loader(workers=0).batches(0), []
+    for _ in range(args.steps + 1):
+        start = time.perf_counter()
+        rates.append(len(next(batches)) / (time.perf_counter() - start))
+    say(f"{args.name}: {statistics.median(rates[1:]):.0f} pairs/s of one process")
+    model = exp.get_model().to(device).train()
+    optimizer, loader = exp.get_optimizer(model), exp.get_train_loader(workers=2)
+    stream, waits, wholes = exp.get_prefetcher(loader.batches(0), device), [], []
+    for _ in range(4 * args.steps + 1):
+        start = time.perf_counter()
+        batch = next(stream)
+        waits.append(time.perf_counter() - start)
+        model(batch).total.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        wholes.append(time.perf_counter() - start)
+    loader.close()
+    share = sum(waits[1:]) / sum(wholes[1:])
+    middle = statistics.median(wholes[1:])
+    say(f"batch {args.batch_size}, 2 workers, {device}: {100 * share:.1f} % of a step of {middle:.3f} s waits for data")
 
 
 def seconds(step: Callable[[], None], device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""Judges a checkpoint, or a file of detections, by COCO's average precision: ``python tools/eval.py -c RUN/best.pth``."""
+"""Judges a checkpoint, or a file of detections, on a data set: ``python tools/eval.py -c RUN/best.pth``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 if __name__ == "__main__":  # works from any folder, installed or not
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
 from loguru import logger
 from torch import nn
 
@@ -20,11 +21,12 @@ from mmdet.core.checkpoint import LoadOptions, is_trained_here, read_checkpoint
 from mmdet.core.cli import Parser, add_exp_arguments, exp_from_arguments, exp_source, run_command
 from mmdet.core.distributed import get_rank, get_world_size, is_main
 from mmdet.core.launch import choose_device, describe_device, init_process_group, relaunch, script_path, usable_amp
+from mmdet.core.trained import load_trained
 from mmdet.core.trainer import seed_everything
 from mmdet.data.coco import CocoDataset, find_coco
 from mmdet.data.demo import make_demo
 from mmdet.data.errors import DataError
-from mmdet.errors import CheckpointError, UsageError
+from mmdet.errors import UsageError
 from mmdet.evaluators import Evaluation, Results, format_per_class, format_summary, judge_results
 from mmdet.exp import Exp, exp_of_checkpoint
 from mmdet.models.repvgg import deploy
@@ -35,7 +37,7 @@ COMMAND_LINE = "command line"
 def make_parser() -> Parser:
     parser = Parser(
         prog="eval.py",
-        description="Judge a checkpoint on a split of a COCO-format data set, or (--detections) a COCO results file.",
+        description="Judge a checkpoint on a split of a data set, or (--detections) a COCO results file.",
     )
     add_exp_arguments(parser)
     parser.add_argument("-c", "--ckpt", default="", help="checkpoint; it knows its exp, so -f is needed for published files only")
@@ -52,10 +54,12 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--trust-checkpoint", action="store_true", help="read files that hold more than tensors: can run code in them"
     )
-    parser.add_argument("--data", default="", help="COCO-format folder, or 'demo'; default: the checkpoint's")
-    parser.add_argument("--split", default="val", metavar="val|test|NAME", help="annotations/instances_NAME*.json")
+    parser.add_argument("--data", default="", help="folder in the exp's format (COCO's), or 'demo'; default: the checkpoint's")
+    parser.add_argument("--split", default="val", metavar="val|test|NAME", help="such as annotations/instances_NAME*.json")
+    parser.add_argument("--task", default="", metavar="NAME", help="of an exp with several tasks, judge this one alone")
     parser.add_argument("--json", default="", metavar="FILE", help="write metrics and per_class there")
     parser.add_argument("--save-detections", default="", metavar="FILE", help="write COCO's results file there")
+    parser.add_argument("--save-tracks", default="", metavar="DIR", help="write a tracker's boxes there, in its toolkits' forms")
     parser.add_argument("--detections", default="", metavar="FILE", help="judge this COCO results file; needs --data, no model")
     parser.add_argument("--conf", type=float, help="score below which detections are dropped")
     parser.add_argument("--nms", type=float, help="IoU above which the weaker box of a class is dropped")
@@ -69,6 +73,7 @@ def run(argv: list[str]) -> int:
     check_arguments(args)
     if args.detections:
         evaluation, about = judge_file(args)
+        show(evaluation)
     else:
         content = read_checkpoint(args.ckpt, args.trust_checkpoint) if args.ckpt else None
         exp = build_exp(args, content)
@@ -76,10 +81,10 @@ def run(argv: list[str]) -> int:
         if code is not None:
             return code
         evaluation, about = judge_model(args, exp, content)
-    if is_main():
-        show(evaluation)
-        if args.json:
-            write_json(Path(args.json), evaluation, about)
+        for line in exp.evaluation_lines(evaluation):
+            say(line)
+    if is_main() and args.json:
+        write_json(Path(args.json), evaluation, about)
     return 0
 
 
@@ -109,6 +114,8 @@ def check_detections_arguments(args: argparse.Namespace) -> None:
         "--nms": args.nms is not None,
         "--amp": args.amp != "off",
         "--save-detections": args.save_detections,
+        "--save-tracks": args.save_tracks,
+        "--task": args.task,
         "--deploy": args.deploy,
         "-d": args.devices > 1,
         " ".join(args.overrides): args.overrides,
@@ -144,13 +151,16 @@ def build_exp(args: argparse.Namespace, content: Mapping[str, Any] | None) -> Ex
     else:
         exp = exp_from_arguments(args)
     flags = {
-        "data_dir": args.data or None,
-        "score_threshold": args.conf,
-        "nms_threshold": args.nms,
-        "max_dets": args.max_dets,
+        "--data": ("data_dir", args.data or None),
+        "--conf": ("score_threshold", args.conf),
+        "--nms": ("nms_threshold", args.nms),
+        "--max-dets": ("max_dets", args.max_dets),
+        "--task": ("task", args.task or None),
     }
-    for name, value in flags.items():
+    for flag, (name, value) in flags.items():
         if value is not None:
+            if name not in exp.field_names():
+                raise UsageError(f"{flag} {value}: {exp.exp_name} has no {name}, so leave it out")
             exp.set(name, value, COMMAND_LINE)
     exp.override(args.overrides)
     if args.max_dets is not None and exp.keep_top_k < args.max_dets and exp.origin("keep_top_k") != COMMAND_LINE:
@@ -165,7 +175,7 @@ def judge_model(args: argparse.Namespace, exp: Exp, content: Mapping[str, Any] |
     init_process_group(device)
     amp = usable_amp(args.amp, device)
     if content is None:  # no classes to be right or wrong about: those of the data
-        exp.adopt_classes(exp.dataset(args.split).categories)
+        exp.adopt_data(args.split)
     seed_everything(exp.seed, 0, 0)  # fresh weights, where there are any, are the same on all ranks
     model = exp.get_model()
     weights, step = load_weights(args, exp, model, content)
@@ -181,19 +191,32 @@ def judge_model(args: argparse.Namespace, exp: Exp, content: Mapping[str, Any] |
         amp=amp,
     )
     if evaluator is None:
-        raise DataError(f"split {args.split!r} of {exp.data_dir!r} has no images: there is nothing to judge")
+        raise DataError(f"split {args.split!r} of {args.data or 'the data set'} is empty: there is nothing to judge")
+    for flag, path, attribute in (
+        ("--save-detections", args.save_detections, "results"),
+        ("--save-tracks", args.save_tracks, "save_tracks"),
+    ):
+        if path and not hasattr(evaluator, attribute):
+            raise UsageError(f"{flag} {path}: the evaluation of {exp.exp_name} gives none, so leave it out")
     precision = "float32" if amp == "off" else amp
     at_step = "" if step is None else f" of step {step}"
     named = f" of {args.ckpt}" if args.ckpt else ""
-    images = len(evaluator.loader.source)
-    logger.info(evaluator.loader.source.report())
-    say(f"judging the {weights} weights{at_step}{named} in {precision} on {describe_device(device)}: {images} images")
-    evaluation = evaluator.evaluate(model.to(device))
+    report, judged = exp.judged(evaluator)
+    amount = ", ".join(f"{count} {what}" for what, count in judged.items() if isinstance(count, int))
+    logger.info(report)
+    say(f"judging the {weights} weights{at_step}{named} in {precision} on {describe_device(device)}: {amount}")
+    model.to(device)
+    if exp.channels_last:  # as in training: another memory format rounds otherwise
+        model.to(memory_format=torch.channels_last)
+    evaluation = evaluator.evaluate(model)
     if args.save_detections and is_main():
         evaluator.results.save(args.save_detections)
         logger.info(f"{len(evaluator.results)} detections written to {args.save_detections}")
+    if args.save_tracks and is_main():
+        evaluator.save_tracks(args.save_tracks, exp.exp_name)
+        logger.info(f"{len(evaluator.tracks)} tracks written to {args.save_tracks}")
     about = {"checkpoint": args.ckpt or None, "weights": weights, "step": step, "precision": precision, "exp": exp.exp_name}
-    return evaluation, {**about, "annotations": str(evaluator.loader.source.annotation_file), "images": images}
+    return evaluation, {**about, **judged}
 
 
 def load_weights(
@@ -207,21 +230,8 @@ def load_weights(
     if content is None:
         logger.warning("no checkpoint given (-c): judging freshly initialised weights, which know nothing")
         return "freshly initialised", None
-    if args.raw and content.get("weights") == "ema":
-        raise CheckpointError(f"{args.ckpt} holds EMA weights only; the raw ones are in last.pth and best.pth of the same run")
-    report = exp.load_pretrained(model, args.ckpt, LoadOptions(raw=args.raw, trust=args.trust_checkpoint))
-    fresh = [*report.missing, *report.reinitialized]
-    if fresh:
-        logger.info(f"{report}")
-        raise CheckpointError(
-            f"{args.ckpt} does not hold the whole model: {len(fresh)} tensors would stay freshly initialised, such as "
-            f"{fresh[0]}{' (' + report.details[fresh[0]] + ')' if fresh[0] in report.details else ''}. Choose the exp and the "
-            "num_classes that the file was made with"
-        )
-    logger.info(report.summary())
-    has_average = isinstance(content.get("ema"), Mapping) or content.get("weights") == "ema"
-    step = content.get("step")
-    return "EMA" if has_average and not args.raw else "raw", int(step) if isinstance(step, int) else None
+    options = LoadOptions(raw=args.raw, trust=args.trust_checkpoint)
+    return load_trained(exp, model, args.ckpt, content, options)
 
 
 # -- output -------------------------------------------------------------------------------------------------------------------
