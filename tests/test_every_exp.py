@@ -7,11 +7,14 @@ import torch
 
 from mmdet.data.structures import Batch, Detections, LossOutput, Targets
 from mmdet.exp import exp_of_checkpoint, exp_state, get_exp
+from mmdet.exp.detection import DetectionExp
 from mmdet.exp.load import shipped_dir, shipped_names
 
 SMALL = ["num_classes=3", "input_size=96", "test_size=96"]
 # Sizes of one family differ in depth and width alone; the largest ones are only built (see test_it_builds).
-TRAINED = [n for n in shipped_names() if not n.endswith(("_l", "_x", "_m", "_r101vd"))]
+# What is no detector is trained in its family's tests.
+DETECTORS = [n for n in shipped_names() if isinstance(get_exp(n), DetectionExp)]
+TRAINED = [n for n in DETECTORS if not n.endswith(("_l", "_x", "_m", "_r101vd"))]
 
 
 def batch_of(size=96, epoch=0):
@@ -25,7 +28,12 @@ def batch_of(size=96, epoch=0):
 def test_the_file_is_short_and_says_what_to_expect(name):
     source = (shipped_dir() / f"{name}.py").read_text(encoding="utf-8")
     text = ast.get_docstring(ast.parse(source))
-    assert source.count("\n") <= 30 and f"python tools/train.py -f exps/{name}.py" in text and "AP" in text
+    parts = len(getattr(get_exp(name), "tasks", "1"))  # a file that describes several tasks may be as many times as long
+    assert (
+        source.count("\n") <= 30 * parts
+        and f"python tools/train.py -f exps/{name}.py" in text
+        and ("AP" in text or "AUC" in text)
+    )
 
 
 @pytest.mark.parametrize("name", shipped_names())
@@ -33,12 +41,12 @@ def test_it_builds(name):
     exp = get_exp(name)
     with torch.device("meta"):
         model = exp.get_model()
-    assert sum(p.numel() for p in model.parameters()) > 5e5
+    assert sum(p.numel() for p in model.parameters()) > 3e5
     again = exp_of_checkpoint({"exp": exp_state(exp)})
     assert again.values() == exp.values()
     factor = exp.get_lr_schedule(10)
     assert all(0 <= factor(s) <= 1 for s in range(0, exp.max_epoch * 10, 97)) and factor(exp.max_epoch * 5) > 0
-    assert all(w % 32 == h % 32 == 0 for h, w in exp.train_sizes())
+    assert name not in DETECTORS or all(w % 32 == h % 32 == 0 for h, w in exp.train_sizes())
 
 
 @pytest.mark.parametrize("name", TRAINED)

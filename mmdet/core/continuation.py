@@ -78,7 +78,7 @@ def compare_fields(exp: Exp, saved: Mapping[str, Any], where: str) -> tuple[list
         except UsageError as error:
             raise CheckpointError(f"{where}: the exp in the file has {error}") from error
         new = getattr(exp, name)
-        if old != new and name in CHANGEABLE:
+        if old != new and name in CHANGEABLE | exp.may_change():
             changed.append(f"{name} {old} -> {new} (set by {exp.origin(name)})")
         elif old != new:
             refused.append(differs(f"{name} (set by {exp.origin(name)})", old, new))

@@ -58,7 +58,7 @@ class Recorder:
             return
         wait, whole = info["data_time"], info["step_time"]
         bound = "data" if wait > 0.5 * whole else "compute"
-        losses = " ".join(f"{name.removeprefix('loss_')} {value:.4g}" for name, value in scalars.items())
+        losses = " ".join(f"{name.removeprefix('loss_')} {value:.4g}" for name, value in scalars.items() if "/" not in name)
         facts = " ".join(f"{k} {v}" for k, v in info["facts"].items() if k != "images")
         gradient = " ".join(f"{'grad' if k == 'all' else f'grad/{k}'} {v:.3g}" for k, v in norms.items())
         rate = f" {info['rate']:.1f} images/s" if info["rate"] else ""

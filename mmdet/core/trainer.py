@@ -46,11 +46,7 @@ class Trainer:
         self.resumption = open_resume(exp, self.options)  # a resumed run's own command line says where its data is
         exp.check_sources()
         self.amp = usable_amp(exp.amp, self.device)
-        if exp.batch_size % (self.world * exp.grad_accum):
-            raise UsageError(
-                f"batch_size={exp.batch_size}: expected a multiple of {self.world} processes x grad_accum={exp.grad_accum} "
-                "(it is the total over all devices)"
-            )
+        exp.check_world(self.world)
         torch.use_deterministic_algorithms(exp.deterministic, warn_only=True)
         summary.log_head(self)
         exp.prepare()

@@ -11,13 +11,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import NamedTuple, Protocol
 
 import cv2
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from mmdet.data.collate import collate as default_collate
 from mmdet.data.errors import DataError
@@ -96,6 +96,32 @@ class _Failure:
     trace: str
 
 
+def _share(value: object) -> None:
+    """Moves a batch's tensors into shared memory, on their way to the main process. Left to torch that happens in a thread whose
+    failure nobody hears of: the main process would wait for this batch for ever.
+
+    Raises:
+        DataError: it is full.
+    """
+    if isinstance(value, torch.Tensor):
+        try:
+            value.share_memory_()
+        except RuntimeError as error:
+            raise DataError(
+                f"no shared memory is left for a tensor of {value.numel() * value.element_size() / 1e6:.1f} MB ({error}): make "
+                "/dev/shm larger (docker run --shm-size=8g), take fewer --workers or a smaller batch, or --workers 0"
+            ) from error
+    elif isinstance(value, dict):
+        for item in value.values():
+            _share(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _share(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            _share(getattr(value, field.name))
+
+
 class _Batches(Dataset):
     """Batches by ``BatchKey``: loads, collates, and says which sample failed."""
 
@@ -109,7 +135,10 @@ class _Batches(Dataset):
             for key in batch.keys:
                 samples.append(self.samples[key])
             key = None
-            return self.collate(samples, epoch=batch.epoch, step=batch.step, size=batch.size)
+            made = self.collate(samples, epoch=batch.epoch, step=batch.step, size=batch.size)
+            if get_worker_info() is not None:
+                _share(made)
+            return made
         except Exception as error:
             where = self._when(batch)
             if key is not None:

@@ -195,6 +195,18 @@ class Exp:
         metrics = self.metric_names()
         self._expect("best_metric", not metrics or self.best_metric in metrics, f"one of {', '.join(metrics)}")
 
+    def check_world(self, world: int) -> None:
+        """Stops when the batch cannot be spread over ``world`` processes."""
+        if self.batch_size % (world * self.grad_accum):
+            raise UsageError(
+                f"batch_size={self.batch_size}: expected a multiple of {world} processes x grad_accum={self.grad_accum} "
+                "(it is the total over all devices)"
+            )
+
+    def may_change(self) -> frozenset[str]:
+        """Names of further fields that a resumed run may have with another value: a person changed them on purpose."""
+        return frozenset()
+
     def _expect(self, name: str, right: bool, expectation: str) -> None:
         if not right:
             raise UsageError(f"{name}={getattr(self, name)!r} (set by {self.origin(name)}): expected {expectation}")

@@ -100,7 +100,7 @@ ON_TOY = [*NAMED, "--data", "toy"]
         ([*NAMED, "--data", "nowhere"], "data directory 'nowhere' (set by command line) does not exist: give the folder"),
         ([*NAMED, "--data", "typo.py"], "data directory 'typo.py' (set by command line) is a file: give the folder"),
         ([*NAMED, "--data", "empty"], "no annotations of split 'train': looked for empty/annotations/instances_train*.json"),
-        ([*ON_TOY, "-c", "absent.pth"], "-c absent.pth: no such file"),
+        ([*ON_TOY, "-c", "absent.pth"], "-c 'absent.pth' does not exist"),
         ([*ON_TOY, "--resume"], "--resume: no run with a checkpoint in 'outputs/ppyoloe_s'"),
         ([*ON_TOY, "--resume", "max_epoch=3"], "--resume: no run with a checkpoint in 'outputs/ppyoloe_s'"),
         ([*ON_TOY, "--resume", "absent.pth"], "checkpoint 'absent.pth' does not exist"),

@@ -147,6 +147,8 @@ def test_a_cut_checkpoint(work, train):
         (run_dir / name).unlink()
         (run_dir / name).write_bytes(data[: len(data) // 2])
     code, text = train("--resume")
+    assert code == 2 and "last.pth' (" in text and "go on from it with --resume auto" in text, text
+    code, text = train("--resume", "auto")
     assert code == 0 and "last.pth' (" in text and "going on from out/toy_exp/a/epoch_002.pth, 6 steps done" in text, text
     assert "max_epoch=3" in text and read_checkpoint(run_dir / "last.pth")["step"] == 9
     for path in run_dir.glob("*.pth"):

@@ -56,7 +56,8 @@ def assign_points(
     box_index = torch.zeros((batch, len(points)), dtype=torch.int64, device=points.device)
     boxes = at_least_float32(targets.boxes)
     if not num_boxes:
-        return Assignment(positive, box_index, torch.zeros_like(positive, dtype=boxes.dtype))
+        dtype = torch.promote_types(boxes.dtype, points.dtype)  # that of a batch with boxes: ranks add up sums of both
+        return Assignment(positive, box_index, torch.zeros_like(positive, dtype=dtype))
     with full_precision(boxes):
         # From the smallest box to the largest, so that the winner is the first that will do: no ties to break.
         area = (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
