@@ -91,6 +91,7 @@ class _Watch:
     def __init__(self, store: Any, rank: int) -> None:
         self.store, self.rank = store, rank
         self.deadline, self.exit_code = float("inf"), 1
+        self.at_rest = False
         self._looking = store.clone() if hasattr(store, "clone") else store  # its own connection, where torch has that
         threading.Thread(target=self._run, name="failures of other ranks", daemon=True).start()
 
@@ -111,7 +112,7 @@ class _Watch:
         return None if rank == self.rank else rank
 
     def _run(self) -> None:
-        while True:
+        while not self.at_rest:
             time.sleep(_PERIOD)
             if time.monotonic() > self.deadline:
                 sys.stderr.write(f"[rank {self.rank}] ended: it was still waiting {GRACE:.0f} s after the job had failed\n")
@@ -120,16 +121,23 @@ class _Watch:
             if self.deadline == float("inf"):
                 try:
                     other = self.other()
-                except (RuntimeError, ValueError):  # the store is gone: the launcher ends this process
-                    return
-                if other is not None:
-                    self.deadline = time.monotonic() + GRACE
+                    if other is None:
+                        continue
+                except (RuntimeError, ValueError):  # the store is gone, and whoever kept it with it
+                    pass
+                self.deadline = time.monotonic() + GRACE
 
 
 def start_watch(store: Any, rank: int) -> None:
     """``store``: one that all ranks of the job share."""
     global _watch
     _watch = _Watch(store, rank)
+
+
+def stop_watch() -> None:
+    """The work of this rank is done: that others end before it means nothing any more."""
+    if _watch is not None:
+        _watch.at_rest = True
 
 
 def announce(error: BaseException, patience: float = 2.0) -> bool:

@@ -79,8 +79,9 @@ class SplitSteps:
     def __init__(self) -> None:
         self.told = False
 
-    def parts(self, trainer: Trainer, parts: Iterable[tuple[Any, float]]) -> Iterator[tuple[Any, float, Any]]:
-        """(part, weight, context around its forward pass) for the halves of every micro-batch.
+    def parts(self, trainer: Trainer, parts: Iterable[tuple[Any, float]]) -> Iterator[tuple[Any, float, float, Any]]:
+        """(piece, weight of its losses, weight of its statistics, context around its forward pass) for the halves of every
+        micro-batch.
 
         A first pass without gradients finds the divisors (numbers of positives and such) of each whole micro-batch.
 
@@ -109,7 +110,7 @@ class SplitSteps:
             buffers.restore()
             for piece in pieces:
                 trainer.seed_step()
-                yield piece, weight, use_normalizers(records)
+                yield piece, weight, weight * len(piece) / count, use_normalizers(records)
 
 
 def free(device: torch.device) -> None:

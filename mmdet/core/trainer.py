@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from mmdet.core import failure, guard, memory, meter, run, state, summary
 from mmdet.core.distributed import get_rank, get_world_size
+from mmdet.core.ending import report_end
 from mmdet.core.freeze import apply_frozen, train_mode
 from mmdet.core.launch import choose_device, init_process_group, usable_amp
-from mmdet.core.logger import LOG_FILE, close_log_file, keep_for_log_file, open_log_file, report_failure
-from mmdet.core.preempt import Stopped, StopSignals, signal_name
+from mmdet.core.logger import LOG_FILE, close_log_file, keep_for_log_file, open_log_file
+from mmdet.core.preempt import Stopped, StopSignals, interruptible
 from mmdet.core.recorder import Recorder
 from mmdet.core.recovery import Recovery
 from mmdet.core.resume import open_resume, restore
@@ -141,8 +142,9 @@ class Trainer:
                 self._train_epoch()
             self._call("on_train_end")
             summary.log_end(self)
+            failure.stop_watch()
         except (Exception, KeyboardInterrupt) as error:
-            self._report(error)
+            report_end(self, error)
             raise
         finally:
             self.close()
@@ -175,12 +177,12 @@ class Trainer:
                 self._save(epochs_done=None)
                 self._stop_if_asked()
         self.recorder.stop_bar()
-        if not self._any_loss:
+        if self._any_loss is False:
             logger.warning(f"every loss of epoch {epoch + 1} was exactly 0: nothing is being learnt; look at the annotations")
         self._end_epoch(epoch)
 
     def _start_epoch(self) -> None:
-        self._any_loss = False
+        self._any_loss = None  # of the lines of this epoch, whether a loss was other than 0
         patterns = self.exp.frozen(self.epoch)
         if apply_frozen(self.model, patterns):
             self.network = self.parallel.wrap(self.model)
@@ -191,7 +193,7 @@ class Trainer:
     def _train_step(self) -> None:
         self.stage = self._this_step()
         start = meter.now()
-        batch = next(self.batches)
+        batch = self._next_batch()
         data_time = meter.now() - start
         if self.step == self._first_step:
             self.recorder.pictures("training_images", self.step, self.exp.training_pictures(batch))
@@ -233,10 +235,22 @@ class Trainer:
         if self.step % self.exp.snapshot_interval == 0:
             self.recovery.take_snapshot()
 
+    def _next_batch(self) -> Any:
+        """A single process does not wait for data once it is asked to stop: they may never come. Several must agree first."""
+        if self.world > 1:
+            return next(self.batches)
+        try:
+            with self.signals.allowed(), interruptible():
+                return next(self.batches)
+        except Stopped as stopped:
+            self._asked = stopped.number
+            self._save(epochs_done=None)
+            raise
+
     def _forward_backward(self, batch: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
         """Adds up gradients over micro-batches. Returns losses, statistics, and what the model said of predictions that are not
         finite; in smaller parts where one process runs out of memory."""
-        parts = [(part, weight, contextlib.nullcontext()) for part, weight in self.parallel.micro_batches(batch)]
+        parts = [(part, weight, weight, contextlib.nullcontext()) for part, weight in self.parallel.micro_batches(batch)]
         try:
             return self._add_up(parts, len(parts))
         except memory.OUT_OF_MEMORY as error:
@@ -254,15 +268,15 @@ class Trainer:
         losses: dict[str, Tensor] = {}
         stats: dict[str, Tensor] = {}
         said = ""
-        for i, (part, weight, context) in enumerate(parts):
+        for i, (part, weight, share, context) in enumerate(parts):
             with self.parallel.sync(is_last=i + 1 == count):
                 with context, self.autocast():
                     out = self.network(part)
                 self.scaler.scale(out.total * weight).backward()
             said = said or out.nonfinite
-            for kept, new in ((losses, out.losses), (stats, out.stats)):
+            for kept, new, factor in ((losses, out.losses, weight), (stats, out.stats, share)):
                 for name, value in new.items():
-                    kept[name] = kept.get(name, 0.0) + value.detach().float() * weight
+                    kept[name] = kept.get(name, 0.0) + value.detach().float() * factor
         return losses, stats, said
 
     def seed_step(self) -> None:
@@ -385,7 +399,7 @@ class Trainer:
             return
         scalars = self.parallel.reduce_scalars(self.meter.means(), self.device)
         norms = {k.removeprefix("grad_norm/"): scalars.pop(k) for k in list(scalars) if k.startswith("grad_norm/")}
-        self._any_loss |= scalars["loss"] != 0
+        self._any_loss = bool(self._any_loss) or scalars["loss"] != 0
         self.zeros.look(self.step, scalars)
         data_time, step_time = self.meter.times()
         done = self.step - 1
@@ -406,22 +420,6 @@ class Trainer:
             facts=self._facts,
         )
         self.meter.clear()
-
-    def _report(self, error: BaseException) -> None:
-        self.recorder.stop_bar()
-        folder = self.run_dir if self.saver is not None else None
-        if isinstance(error, Stopped):
-            saved = "all is saved" if self.is_saved else "the last save had failed, so later steps are lost"
-            logger.warning(f"stopped by {signal_name(error.number)} at {self.stage}: {saved}; --resume {folder} goes on")
-            error.reported = True
-            return
-        is_first = failure.announce(error)
-        if is_first and failure.is_lost_connection(error, told_to_end=self.signals.number != 0):
-            saved = f"; --resume {folder} goes on from the last save" if folder and (folder / "last.pth").is_file() else ""
-            logger.error(f"stopped at {self.stage}: another process of this job ended without a word (out of memory?){saved}")
-            error.reported = True
-            return
-        report_failure(error, self.stage, folder, secondary=not is_first)
 
     def close(self) -> None:
         self.signals.close()

@@ -40,7 +40,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 @pytest.mark.parametrize("step", [1, 3, 4, 7, 16])
-def test_the_run_stops_after_the_next_step_and_goes_on(tmp_path, whole, name, step):
+def test_the_run_stops_and_goes_on(tmp_path, whole, name, step):
     number = getattr(signal, name)
     before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     trainer = trainer_of(line_exp(tmp_path), experiment_name="a")
@@ -55,7 +55,7 @@ def test_the_run_stops_after_the_next_step_and_goes_on(tmp_path, whole, name, st
     log = (tmp_path / "line" / "a" / "train_log.txt").read_text()
     assert f"stopped by {name}" in log and "--resume" in log and "Traceback" not in log
     saved = read_checkpoint(tmp_path / "line" / "a" / "last.pth")
-    assert saved["step"] == step + 1  # the signal came after a step: the next one ended
+    assert saved["step"] == step  # the signal came after a step: the next one was not begun
     resumed = trainer_of(line_exp(tmp_path), resume="")
     resumed.train()
     assert all(torch.equal(v, whole[k]) for k, v in resumed.model.state_dict().items())
@@ -67,6 +67,27 @@ def test_a_second_interrupt_stops_at_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert read_checkpoint(tmp_path / "line" / "a" / "last.pth")["step"] == 4
+
+
+def test_nobody_waits_for_data_that_do_not_come(tmp_path, whole):
+    class Stuck(LineExp):
+        def get_prefetcher(self, batches, device):
+            for batch in batches:
+                if batch.step == 6:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    while True:
+                        pass
+                yield batch
+
+    exp = Stuck()
+    for key, value in {"output_dir": str(tmp_path), "exp_name": "line"}.items():
+        exp.set(key, value, "command line")
+    with pytest.raises(Stopped):
+        trainer_of(exp, experiment_name="a").train()
+    assert read_checkpoint(tmp_path / "line" / "a" / "last.pth")["step"] == 6
+    resumed = trainer_of(line_exp(tmp_path), resume="")
+    resumed.train()
+    assert all(torch.equal(v, whole[k]) for k, v in resumed.model.state_dict().items())
 
 
 class SlowJudge(LineEvaluator):

@@ -76,7 +76,8 @@ def compare(folder, jobs, ranks, epochs):
         several = train_on(n, folder, jobs)
         for job, one, by_rank in zip(jobs, alone, several, strict=True):
             assert_same(one, by_rank, BOUNDS[job["double"]])
-        assert any(0 in result["positives"] for by_rank in several for result in by_rank)  # a rank without any positive
+        idle = any(0 in result["positives"] for by_rank in several for result in by_rank)
+        assert idle or "yolox" not in jobs[0]["name"]  # a rank without any positive
 
 
 def test_two_processes_are_one(tmp_path):
