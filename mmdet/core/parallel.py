@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -51,7 +52,9 @@ class Parallel:
         if get_world_size() > 1:
             device = next(model.parameters()).device
             ids = [device.index] if device.type == "cuda" else None
-            self._wrapped = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+            with warnings.catch_warnings():  # newer versions name another argument, which older ones do not know
+                warnings.simplefilter("ignore", FutureWarning)
+                self._wrapped = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
         return self._wrapped
 
     def micro_batches(self, batch: Any) -> Iterable[tuple[Any, float]]:
