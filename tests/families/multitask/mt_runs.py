@@ -137,3 +137,11 @@ def spoilt_runs(data, out, checkpoint):
         _, notes, error = train(data, out / optimizer, spoilt_exp(steps), **fields)
         result[optimizer] = (notes.states, notes.skipped, notes.restores, error)
     return result | half_runs(data, out / "halves", checkpoint)
+
+
+def part_run(data, out, checkpoint=""):
+    """On these ranks: a run, or the rest of one, with files at 7 and 14; its final state and its folder."""
+    fields = {**KEEP, "save_interval": 7}
+    resume = moved(Path(checkpoint).parent, out / "taken", Path(checkpoint).name) if checkpoint else None
+    trainer, _, _ = train(data, out / "run", resume=resume, **fields)
+    return state_of(trainer), str(trainer.run_dir)

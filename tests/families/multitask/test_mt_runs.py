@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from dist import run_ranks
-from mt_runs import KEEP, Unjudged, losses_of, moved, spoilt_runs, state_of, train
+from mt_runs import KEEP, Unjudged, losses_of, moved, part_run, spoilt_runs, state_of, train
 from mt_toy import largest_difference, make_data
 
 from mmdet.core.files import read_checkpoint
@@ -80,6 +80,16 @@ def test_a_run_goes_on_with_another_number_of_processes(data, alone, ranks, tmp_
     back, _, _ = train(data, tmp_path, resume=moved(Path(ranks[0]["half"]).parent, tmp_path / "h", "iter_000010.pth"), **KEEP)
     assert largest_difference(state, state_of(back)) <= 5e-5
     assert all(largest_difference(rank["whole"], ranks[0]["whole"]) == 0 for rank in ranks)
+
+
+@pytest.mark.slow
+def test_four_then_one_then_four_processes(data, alone, tmp_path):
+    """MT-19 in one chain."""
+    (_, first), *_ = run_ranks(4, part_run, 280, data, tmp_path / "first")
+    _, second = part_run(data, tmp_path / "second", f"{first}/iter_000007.pth")
+    third = run_ranks(4, part_run, 280, data, tmp_path / "third", f"{second}/iter_000014.pth")
+    assert largest_difference(alone[1], third[0][0]) <= 5e-5
+    assert all(largest_difference(rank[0], third[0][0]) == 0 for rank in third)
 
 
 def test_the_log_speaks_of_tasks(data, alone, ranks):
