@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import struct
 import zlib
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmdet.data.errors import DataError
+from mmdet.data.generated import Draws, write_once
 
 VERSION = 1
 SIZE = 320  # px, height and width of every image
@@ -37,24 +35,6 @@ _HUES = (  # RGB at full shade: two variants of each object colour, then the mut
 _SIDES = (16, 18, 20, 23, 26, 30, 34, 38, 43, 48, 54, 60, 67, 75, 84, 94, 105, 118, 132, 146, 160)  # px, evenly in log
 _NUM_OBJECTS = (1, 2, 3, 3, 4, 4, 5)
 _HIDDEN_RANGE = (22, 48)  # percent of an object that its occluder may hide
-
-
-class _Draws:
-    """Integers from the raw 64-bit stream of PCG64."""
-
-    def __init__(self, *key: int) -> None:
-        self._bits = np.random.PCG64(np.random.SeedSequence(key))
-
-    def array(self, low: int, high: int, shape: tuple[int, ...]) -> np.ndarray:
-        """int64 array of ``shape``, values in [low, high)."""
-        raw = self._bits.random_raw(int(np.prod(shape))) >> np.uint64(32)
-        return ((raw * np.uint64(high - low)) >> np.uint64(32)).astype(np.int64).reshape(shape) + low
-
-    def integer(self, low: int, high: int) -> int:
-        return low + ((int(self._bits.random_raw()) >> 32) * (high - low) >> 32)
-
-    def choice(self, values):
-        return values[self.integer(0, len(values))]
 
 
 @dataclass
@@ -119,7 +99,7 @@ def _window(canvas: np.ndarray, thing: Thing) -> np.ndarray:
     return canvas[y1:y2, x1:x2]
 
 
-def _noise(draws: _Draws, cell: int) -> np.ndarray:
+def _noise(draws: Draws, cell: int) -> np.ndarray:
     """(320, 320) int64 value noise in [0, 255], linear between draws ``cell`` px apart."""
     grid = draws.array(0, 256, (SIZE // cell + 2, SIZE // cell + 2))
     index, part = np.arange(SIZE) // cell, np.arange(SIZE) % cell
@@ -127,7 +107,7 @@ def _noise(draws: _Draws, cell: int) -> np.ndarray:
     return (rows[:, index] * (cell - part) + rows[:, index + 1] * part) // (cell * cell)
 
 
-def _background(draws: _Draws) -> np.ndarray:
+def _background(draws: Draws) -> np.ndarray:
     """A textured ground of two muted hues, strewn with muted shapes and lines."""
     texture = (4 * _noise(draws, 64) + 3 * _noise(draws, 16) + 2 * _noise(draws, 4) + draws.array(0, 256, (SIZE, SIZE))) // 10
     shade = texture * 13 // 256
@@ -145,7 +125,7 @@ def _background(draws: _Draws) -> np.ndarray:
     return pixels.astype(np.uint8)
 
 
-def _line_mask(draws: _Draws) -> np.ndarray:
+def _line_mask(draws: Draws) -> np.ndarray:
     """(320, 320) bool, a straight line across the image, 2 to 6 px thick."""
     x0, y0 = draws.integer(0, SIZE), draws.integer(0, SIZE)
     dx, dy = draws.integer(-64, 65), draws.integer(1, 65)
@@ -153,7 +133,7 @@ def _line_mask(draws: _Draws) -> np.ndarray:
     return 4 * across**2 <= draws.integer(2, 7) ** 2 * (dx * dx + dy * dy)
 
 
-def _paint(draws: _Draws, pixels: np.ndarray, thing: Thing) -> None:
+def _paint(draws: Draws, pixels: np.ndarray, thing: Thing) -> None:
     """Bright and grained inside, with a dark rim that parts it from whatever it touches."""
     height, width = thing.mask.shape
     rim = 1 if min(height, width) < 40 else 2
@@ -169,7 +149,7 @@ def _paint(draws: _Draws, pixels: np.ndarray, thing: Thing) -> None:
     window[inner] = hue + shade[inner]
 
 
-def _draw_thing(draws: _Draws, min_side: int = 16, max_side: int = 160) -> Thing:
+def _draw_thing(draws: Draws, min_side: int = 16, max_side: int = 160) -> Thing:
     sides = [s for s in _SIDES if min_side <= s <= max_side]
     width = draws.choice(sides)
     height = min(max(width * draws.integer(80, 126) // 100, 16), 160)
@@ -189,7 +169,7 @@ def _apart(thing: Thing, others: list[Thing]) -> bool:
     return all(max(_box_share(thing.box, o.box), _box_share(o.box, thing.box)) < 0.08 for o in others)
 
 
-def _place_free(draws: _Draws, things: list[Thing], crowd: list[Thing]) -> Thing | None:
+def _place_free(draws: Draws, things: list[Thing], crowd: list[Thing]) -> Thing | None:
     for _ in range(60):
         thing = _draw_thing(draws)
         if _apart(thing, things + crowd):
@@ -197,7 +177,7 @@ def _place_free(draws: _Draws, things: list[Thing], crowd: list[Thing]) -> Thing
     return None
 
 
-def _place_over(draws: _Draws, things: list[Thing], crowd: list[Thing], free: list[int]) -> tuple[Thing, int] | None:
+def _place_over(draws: Draws, things: list[Thing], crowd: list[Thing], free: list[int]) -> tuple[Thing, int] | None:
     """A larger thing that hides a part of one of the ``free`` things, and the number of that one."""
     number = draws.choice(free)
     victim = things[number]
@@ -217,7 +197,7 @@ def _place_over(draws: _Draws, things: list[Thing], crowd: list[Thing], free: li
     return None
 
 
-def _crowd(draws: _Draws) -> list[Thing]:
+def _crowd(draws: Draws) -> list[Thing]:
     """A heap of small things of one class inside 120 x 90 px."""
     label, left, top = draws.integer(0, len(CLASS_NAMES)), draws.integer(10, 190), draws.integer(10, 220)
     heap = []
@@ -231,7 +211,7 @@ def make_scenes(seed: int, split: str, count: int) -> list[Scene]:
     """The ``count`` scenes of one split; image 0 holds the crowd region, image 1 and every eighth after it no object."""
     scenes, total, hidden = [], 0, 0
     for index in range(count):
-        draws = _Draws(VERSION, seed, {"train": 0, "val": 1}[split], index)
+        draws = Draws(VERSION, seed, {"train": 0, "val": 1}[split], index)
         scene = Scene(_background(draws), crowd=_crowd(draws) if index == 0 else [])
         free: list[int] = []
         wanted = 0 if index % EMPTY_EVERY == 1 else draws.choice(_NUM_OBJECTS)
@@ -314,14 +294,6 @@ def digest(directory: str | Path) -> str:
     return total.hexdigest()
 
 
-def _is_complete(folder: Path, facts: dict) -> bool:
-    try:
-        marker = json.loads((folder / MARKER).read_text())
-    except (OSError, ValueError):
-        return False
-    return {k: v for k, v in marker.items() if k != "sha256"} == facts and marker.get("sha256") == digest(folder)
-
-
 def make_demo(directory: str | Path, num_train: int = 240, num_val: int = 60, seed: int = 0) -> Path:
     """Writes the demo set in COCO's layout (``annotations/instances_{train,val}.json``, ``images/``), seconds of work.
 
@@ -331,24 +303,12 @@ def make_demo(directory: str | Path, num_train: int = 240, num_val: int = 60, se
     Raises:
         DataError: the directory holds files that are no demo set.
     """
-    folder = Path(directory)
     facts = {"version": VERSION, "num_train": num_train, "num_val": num_val, "seed": seed}
-    if _is_complete(folder, facts):
-        return folder
-    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).is_file():
-        raise DataError(f"{folder} holds files that are not the demo data set: name an empty or new directory")
-    building = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(building, ignore_errors=True)
-    for part in ("annotations", "images"):
-        (building / part).mkdir(parents=True)
-    _write_split(building, seed, "train", num_train)
-    _write_split(building, seed, "val", num_val)
-    (building / MARKER).write_text(json.dumps({**facts, "sha256": digest(building)}))
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        building.rename(folder)
-    except OSError:
-        shutil.rmtree(building)
-        if not _is_complete(folder, facts):  # not another process's finished set
-            raise
-    return folder
+
+    def write(folder: Path) -> None:
+        for part in ("annotations", "images"):
+            (folder / part).mkdir()
+        _write_split(folder, seed, "train", num_train)
+        _write_split(folder, seed, "val", num_val)
+
+    return write_once(directory, MARKER, facts, digest, write, "the demo data set")

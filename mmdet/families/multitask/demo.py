@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import cv2
 import numpy as np
 
 from mmdet.data.demo import CLASS_NAMES, Scene, make_demo, make_scenes
-from mmdet.data.errors import DataError
+from mmdet.data.generated import write_once
 
 VERSION = 1
 COLOURS = ("blue", "green", "red", "yellow")  # sorted, as class folders are read
@@ -30,36 +29,15 @@ def make_task_demo(directory: str | Path, num_train: int = 160, num_val: int = 4
     ``colours`` (``<split>/<colour>/*.png``, 48 x 48 px, one shape each) below ``directory``, seconds of work, unless a complete
     set of the same version and sizes is there already. Returns the directory.
     """
-    folder = Path(directory)
     facts = {"version": VERSION, "num_train": num_train, "num_val": num_val}
-    if _is_complete(folder, facts):
-        return folder
-    building = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    make_demo(building / "shapesB", num_train, num_val, seed=1)
-    _write_part(make_demo(building / "scenesA", num_train, num_val, seed=0), building / "shapesA", DISCS_AND_SQUARES)
-    for split, count in (("train", num_train), ("val", num_val)):
-        write_colours(building / "colours" / split, make_scenes(2, split, count))
-    (building / MARKER).write_text(json.dumps({**facts, "digest": _digest(building)}))
-    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).is_file():
-        shutil.rmtree(building)
-        raise DataError(f"{folder} holds files that are not the demo data of several tasks: name an empty or new directory")
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        building.rename(folder)
-    except OSError:
-        shutil.rmtree(building)
-        if not _is_complete(folder, facts):  # not another process's finished set
-            raise
-    return folder
 
+    def write(folder: Path) -> None:
+        make_demo(folder / "shapesB", num_train, num_val, seed=1)
+        _write_part(make_demo(folder / "scenesA", num_train, num_val, seed=0), folder / "shapesA", DISCS_AND_SQUARES)
+        for split, count in (("train", num_train), ("val", num_val)):
+            write_colours(folder / "colours" / split, make_scenes(2, split, count))
 
-def _is_complete(folder: Path, facts: dict) -> bool:
-    try:
-        return json.loads((folder / MARKER).read_text()) == {**facts, "digest": _digest(folder)}
-    except (OSError, ValueError):
-        return False
+    return write_once(directory, MARKER, facts, _digest, write, "the demo data of several tasks")
 
 
 def _digest(folder: Path) -> str:

@@ -9,9 +9,7 @@ that IEEE 754 fixes; PNG files hold 16 colours in stored deflate blocks.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import shutil
 import struct
 import zlib
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmdet.data.errors import DataError
+from mmdet.data.generated import Draws, write_once
 
 VERSION = 1
 MARKER = "shapes.json"
@@ -30,24 +28,6 @@ _SIDES = (20.0, 46.0)  # px of a thing at scale 1, in a frame of 180 px height
 _SCALES = (0.75, 1.35)
 _GROWTH = 0.012  # largest change of the scale in a frame
 _SPEED = 4.5  # largest px per frame and axis
-
-
-class _Chance:
-    """Numbers from the raw 64-bit stream of PCG64."""
-
-    def __init__(self, *key: int) -> None:
-        self._bits = np.random.PCG64(np.random.SeedSequence(key))
-
-    def array(self, low: int, high: int, shape: tuple[int, ...]) -> np.ndarray:
-        """int64 of ``shape``, in [low, high)."""
-        raw = self._bits.random_raw(int(np.prod(shape))) >> np.uint64(32)
-        return ((raw * np.uint64(high - low)) >> np.uint64(32)).astype(np.int64).reshape(shape) + low
-
-    def integer(self, low: int, high: int) -> int:
-        return int(self.array(low, high, (1,))[0])
-
-    def uniform(self, low: float, high: float) -> float:
-        return low + (high - low) * self.integer(0, 1 << 24) / (1 << 24)
 
 
 @dataclass
@@ -128,7 +108,7 @@ class MovingShapes:
     seed: int = 0
 
     def video(self, number: int) -> ShapesVideo:
-        chance = _Chance(VERSION, self.seed, number)
+        chance = Draws(VERSION, self.seed, number)
         palette, ground = _palette(chance), _ground(chance, self.size)
         things = _things(chance, self.size)
         pixels = np.empty((self.frames, self.size[1], self.size[0]), np.uint8)
@@ -173,7 +153,7 @@ def write_video(folder: Path, images: list[bytes], boxes: np.ndarray, cover: np.
         (folder / name).write_text("".join(f"{row}\n" for row in rows), encoding="ascii", newline="\n")
 
 
-def _palette(chance: _Chance) -> np.ndarray:
+def _palette(chance: Draws) -> np.ndarray:
     """A ground between two muted colours, and three pairs of colours that may be anything."""
     ends = chance.array(50, 190, (2, 3))
     steps = np.arange(_GROUND)[:, None]
@@ -181,7 +161,7 @@ def _palette(chance: _Chance) -> np.ndarray:
     return np.concatenate([ground, chance.array(0, 256, (6, 3))]).astype(np.uint8)
 
 
-def _ground(chance: _Chance, size: tuple[int, int]) -> np.ndarray:
+def _ground(chance: Draws, size: tuple[int, int]) -> np.ndarray:
     """(H, W) uint8 texture: value noise, grain, and still shapes like things in the ground's colours."""
     texture = (5 * _noise(chance, size, 48) + 3 * _noise(chance, size, 12) + 2 * chance.array(0, 256, size[::-1])) // 10
     pixels = (texture * _GROUND // 256).astype(np.uint8)
@@ -194,7 +174,7 @@ def _ground(chance: _Chance, size: tuple[int, int]) -> np.ndarray:
     return pixels
 
 
-def _noise(chance: _Chance, size: tuple[int, int], cell: int) -> np.ndarray:
+def _noise(chance: Draws, size: tuple[int, int], cell: int) -> np.ndarray:
     """(H, W) int64 in [0, 255], linear between draws ``cell`` px apart."""
     grid = chance.array(0, 256, (size[1] // cell + 2, size[0] // cell + 2))
     row, column = np.arange(size[1]), np.arange(size[0])
@@ -203,7 +183,7 @@ def _noise(chance: _Chance, size: tuple[int, int], cell: int) -> np.ndarray:
     return (rows[:, column // cell] * (cell - across) + rows[:, column // cell + 1] * across) // (cell * cell)
 
 
-def _things(chance: _Chance, size: tuple[int, int]) -> list[_Thing]:
+def _things(chance: Draws, size: tuple[int, int]) -> list[_Thing]:
     """The one below, the target, the one above. At the start nothing touches the target: a tracker has to see what it is."""
     target, others = _thing(chance, size), []
     while len(others) < 2:
@@ -214,7 +194,7 @@ def _things(chance: _Chance, size: tuple[int, int]) -> list[_Thing]:
     return [others[0], target, others[1]]
 
 
-def _thing(chance: _Chance, size: tuple[int, int]) -> _Thing:
+def _thing(chance: Draws, size: tuple[int, int]) -> _Thing:
     unit = min(size) / 180
     width = chance.uniform(*_SIDES) * unit
     height = min(max(width * chance.uniform(0.6, 1.67), _SIDES[0] * unit), _SIDES[1] * unit)
@@ -259,33 +239,13 @@ def make_shapes(directory: str | Path, train: tuple[int, int] = (80, 30), val: t
     Raises:
         DataError: the directory holds files that are no set of moving shapes.
     """
-    folder = Path(directory)
     facts = {"version": VERSION, "train": list(train), "val": list(val), "seed": seed}
-    if _is_complete(folder, facts):
-        return folder
-    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).is_file():
-        raise DataError(f"{folder} holds files that are not the generated videos: name an empty or new directory")
-    building = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(building, ignore_errors=True)
-    MovingShapes(*train, seed=seed + _TRAIN_SEED).write(building / "train")
-    MovingShapes(*val, seed=seed + _VAL_SEED).write(building / "val")
-    (building / MARKER).write_text(json.dumps({**facts, "digest": _digest(building)}))
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        building.rename(folder)
-    except OSError:
-        shutil.rmtree(building)
-        if not _is_complete(folder, facts):  # not another process's finished set
-            raise
-    return folder
 
+    def write(folder: Path) -> None:
+        MovingShapes(*train, seed=seed + _TRAIN_SEED).write(folder / "train")
+        MovingShapes(*val, seed=seed + _VAL_SEED).write(folder / "val")
 
-def _is_complete(folder: Path, facts: dict) -> bool:
-    try:
-        marker = json.loads((folder / MARKER).read_text())
-    except (OSError, ValueError):
-        return False
-    return {k: v for k, v in marker.items() if k != "digest"} == facts and marker.get("digest") == _digest(folder)
+    return write_once(directory, MARKER, facts, _digest, write, "the generated videos")
 
 
 def _digest(folder: Path) -> str:
