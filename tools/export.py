@@ -43,13 +43,13 @@ def make_parser() -> Parser:
 
 def run(argv: list[str]) -> int:
     args = make_parser().parse_intermixed_args(argv)
-    check_packages(PACKAGES[:2] if args.no_check else PACKAGES)
     if args.opset < 18:
         raise UsageError(f"--opset {args.opset}: expected at least 18")
     folder = Path(args.output) if args.output else Path(args.ckpt).parent
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--output {folder}: this is a file; expected a folder")
     exp, model = load_model(args)
+    check_packages(PACKAGES[:2] if args.no_check else PACKAGES)
     folder.mkdir(parents=True, exist_ok=True)
     for part in exp.export_parts(deploy(model)):
         path = folder / f"{exp.exp_name}_{part.name}.onnx"

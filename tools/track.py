@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -52,7 +53,7 @@ def make_parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    args = make_parser().parse_intermixed_args(argv)
+    args = make_parser().parse_intermixed_args(join_init(argv))
     check_arguments(args)
     frames = FrameReader(args.video)
     first = next(iter(frames))
@@ -64,6 +65,15 @@ def run(argv: list[str]) -> int:
     if args.json:
         write_json(Path(args.json), boxes, scores, {"video": str(args.video), "size": list(first.shape[1::-1]), **about})
     return 0
+
+
+def join_init(argv: list[str]) -> list[str]:
+    """``--init -5,10,40,60`` as one word: argparse would take a box that begins left of the frame for a flag."""
+    words = list(argv)
+    for i in range(len(words) - 1, 0, -1):
+        if words[i - 1] == "--init" and re.match(r"-[\d.]", words[i]):
+            words[i - 1 : i + 1] = [f"--init={words[i]}"]
+    return words
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -121,8 +131,6 @@ def build_tracker(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The tracker of a checkpoint, and what is to be recorded about it."""
     content = read_checkpoint(args.ckpt, args.trust_checkpoint)
     exp = build_exp(args, content)
-    if not hasattr(exp, "get_tracker"):
-        raise UsageError(f"-c {args.ckpt}: {exp.exp_name} is no tracker; expected a checkpoint of one, such as siamese_tiny's")
     device = choose_device(args.device)
     model = exp.get_model()
     weights, step = load_trained(exp, model, args.ckpt, content, LoadOptions(raw=args.raw, trust=args.trust_checkpoint))
@@ -140,6 +148,9 @@ def build_tracker(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 def build_exp(args: argparse.Namespace, content: Mapping[str, Any]) -> Exp:
     source = exp_source(args)
     exp = exp_of_checkpoint(content, source or None) if is_trained_here(content) or not source else exp_from_arguments(args)
+    if not hasattr(exp, "get_tracker"):
+        given = f"-f {source}" if source else f"-c {args.ckpt}"
+        raise UsageError(f"{given}: {exp.exp_name} is no tracker; expected a checkpoint of one, such as siamese_tiny's")
     exp.override(args.overrides)
     exp.validate()
     return exp
@@ -147,7 +158,7 @@ def build_exp(args: argparse.Namespace, content: Mapping[str, Any]) -> Exp:
 
 def follow(tracker: Any, frames: FrameReader, box: np.ndarray, video: VideoFile | None) -> tuple[np.ndarray, np.ndarray]:
     """Boxes (F, 4) xyxy px and scores (F,) of all frames; the first is what was given."""
-    boxes, scores, seconds, state = [], [], 0.0, None
+    boxes, scores, seconds, state, size = [], [], 0.0, None, None
     try:
         for image in frames:
             begin = time.perf_counter()
@@ -156,6 +167,8 @@ def follow(tracker: Any, frames: FrameReader, box: np.ndarray, video: VideoFile 
             boxes.append(state.box)
             scores.append(state.score)
             if video is not None:
+                size = size or image.shape
+                check_size(image, size, len(boxes), frames)
                 video.add(drawn(image, state))
     finally:
         if video is not None:
@@ -164,6 +177,14 @@ def follow(tracker: Any, frames: FrameReader, box: np.ndarray, video: VideoFile 
         f"{len(boxes)} frames of {frames.path}, {len(boxes) / max(seconds, 1e-9):.1f} frames/s without reading and drawing"
     )
     return np.array(boxes), np.array(scores)
+
+
+def check_size(image: np.ndarray, size: tuple[int, ...], number: int, frames: FrameReader) -> None:
+    if image.shape != size:
+        raise UsageError(
+            f"--save: frame {number} of {frames.path} has {image.shape[1]}x{image.shape[0]} px, those before it "
+            f"{size[1]}x{size[0]}: a video has one size; leave out --save, --json takes any frames"
+        )
 
 
 def drawn(image: np.ndarray, state: Any) -> np.ndarray:

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from mmdet.core.failure import RankError
+from mmdet.core.failure import RankError, announce, stop_watch
 from mmdet.core.launch import strip_local_rank
 from mmdet.core.logger import describe_error, setup_logging
 from mmdet.errors import UsageError, UserError
@@ -35,7 +35,7 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
     try:
         return main(strip_local_rank(words)) or 0
     except UserError as error:
-        if not getattr(error, "reported", False):
+        if not getattr(error, "reported", False) and announce(error):  # of several processes one says it
             print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     except KeyboardInterrupt as error:
@@ -45,10 +45,12 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
     except RankError as error:  # that rank tells it
         return error.exit_code
     except Exception as error:
-        if not getattr(error, "reported", False):
+        if not getattr(error, "reported", False) and announce(error):
             traceback.print_exc()
             print(f"error: {describe_error(error)}", file=sys.stderr)  # noqa: T201
         return 1
+    finally:
+        stop_watch()
 
 
 def add_exp_arguments(parser: argparse.ArgumentParser) -> None:

@@ -91,9 +91,10 @@ class _Watch:
     def __init__(self, store: Any, rank: int) -> None:
         self.store, self.rank = store, rank
         self.deadline, self.exit_code = float("inf"), 1
-        self.at_rest = False
+        self._at_rest = threading.Event()
         self._looking = store.clone() if hasattr(store, "clone") else store  # its own connection, where torch has that
-        threading.Thread(target=self._run, name="failures of other ranks", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="failures of other ranks", daemon=True)
+        self._thread.start()
 
     def announce(self, message: str, exit_code: int) -> bool:
         """Whether this rank is the first; either way it must end within ``GRACE``."""
@@ -111,21 +112,27 @@ class _Watch:
         rank = json.loads(self._looking.get(_KEY))["rank"]
         return None if rank == self.rank else rank
 
+    def rest(self) -> None:
+        """Nothing more is asked of the store; a deadline that is set stays. Python must not end while a thread is in native code,
+        since that aborts the process, with an exit code of its own."""
+        self._at_rest.set()
+        if self.deadline == float("inf"):
+            self._thread.join(GRACE)
+
     def _run(self) -> None:
-        while not self.at_rest:
-            time.sleep(_PERIOD)
+        while self.deadline == float("inf") and not self._at_rest.wait(_PERIOD):
+            try:
+                if self.other() is None:
+                    continue
+            except (RuntimeError, ValueError):  # the store is gone, and whoever kept it with it
+                pass
+            self.deadline = min(self.deadline, time.monotonic() + GRACE)
+        while self.deadline < float("inf"):
             if time.monotonic() > self.deadline:
                 sys.stderr.write(f"[rank {self.rank}] ended: it was still waiting {GRACE:.0f} s after the job had failed\n")
                 sys.stderr.flush()
                 os._exit(self.exit_code)
-            if self.deadline == float("inf"):
-                try:
-                    other = self.other()
-                    if other is None:
-                        continue
-                except (RuntimeError, ValueError):  # the store is gone, and whoever kept it with it
-                    pass
-                self.deadline = time.monotonic() + GRACE
+            time.sleep(0.1)
 
 
 def start_watch(store: Any, rank: int) -> None:
@@ -135,9 +142,9 @@ def start_watch(store: Any, rank: int) -> None:
 
 
 def stop_watch() -> None:
-    """The work of this rank is done: that others end before it means nothing any more."""
+    """The work of this rank is done, or its process is about to end: that others end before it means nothing any more."""
     if _watch is not None:
-        _watch.at_rest = True
+        _watch.rest()
 
 
 def announce(error: BaseException, patience: float = 2.0) -> bool:

@@ -55,6 +55,18 @@ class NonFiniteGuard:
         self.restores += 1
         self.in_a_row, self.recent = 0, []
 
+    def require_good_end(self, steps: int) -> None:
+        """All ``steps`` of the run are done.
+
+        Raises:
+            NonFiniteError: it ended while steps were failing, or most of them had failed: that is no trained model.
+        """
+        if self.in_a_row > 1 or 2 * self.skipped > steps:
+            raise NonFiniteError(
+                f"training ended, but {self.skipped} of its {steps} steps were not finite and left out, the last {self.in_a_row} "
+                f"of them in a row. What was saved is finite, but not what {steps} steps would have learnt. {_ADVICE}."
+            )
+
     def summary(self) -> str:
         """The count for the end of a run; empty where nothing happened."""
         if not self.skipped and not self.restores:

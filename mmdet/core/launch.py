@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import secrets
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,8 @@ from loguru import logger
 
 from mmdet.core import failure
 from mmdet.errors import UsageError
+
+_JOIN = datetime.timedelta(minutes=30)  # how long processes wait for each other
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -59,9 +63,36 @@ def init_process_group(device: torch.device) -> None:
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
         store, rank, size = next(dist.rendezvous("env://"))
+        store = unused_part(store, rank, size)
         failure.start_watch(dist.PrefixStore("job", store), rank)
         group = dist.PrefixStore("group", store)
-        dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=datetime.timedelta(minutes=30))
+        dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=_JOIN)
+
+
+def unused_part(store: dist.Store, rank: int, world: int) -> dist.Store:
+    """A part of the store that no earlier start wrote to: ``torchrun --max-restarts`` keeps the store, and in it the addresses
+    and the failure of processes that are gone. All ranks call it and get the same part, which rank 0 names.
+
+    Its launcher's count of restarts would not do: each machine has its own. So every rank greets with a word of its own, to which
+    only the rank 0 of this start can answer.
+    """
+    name = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"greeting/{rank}", name)
+        store.wait([f"answer/{name}"], _JOIN)
+        name = store.get(f"answer/{name}").decode()
+        store.set(f"{name}/joined/{rank}", "1")
+    missing, end = set(range(1, world)) if rank == 0 else set(), time.monotonic() + _JOIN.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"{name}/joined/{other}"]):
+                missing.discard(other)
+            elif store.check([f"greeting/{other}"]):  # perhaps of an earlier start: it is looked at again
+                store.set(f"answer/{store.get(f'greeting/{other}').decode()}", name)
+        if time.monotonic() > end:
+            raise RuntimeError(f"ranks {', '.join(map(str, sorted(missing)))} of {world} did not join within {_JOIN}")
+        time.sleep(0.02)
+    return dist.PrefixStore(name, store)
 
 
 def relaunch(devices: int, script: str, argv: list[str]) -> int | None:

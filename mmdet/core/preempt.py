@@ -46,6 +46,7 @@ class StopSignals:
         self._since = 0.0
         self._may_raise = False  # the Trainer allows it while it evaluates
         self._inside = False  # in work that may be interrupted
+        self._raised = False  # there, by a signal
         self._guard_native = guard_native
         self._old: dict[int, object] = {}
         self._wake: tuple[socket.socket, socket.socket] | None = None
@@ -84,6 +85,7 @@ class StopSignals:
         if not self.number:
             self.number, self._since = number, time.monotonic()
         if self._inside and self._may_raise:
+            self._raised = True
             raise Stopped(self.number)
 
     @contextlib.contextmanager
@@ -124,15 +126,22 @@ class StopSignals:
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Around work that a stop signal may end at once, with ``Stopped``, where the Trainer allows it. Collectives stay outside:
-    a rank that left one would keep the others waiting."""
+    a rank that left one would keep the others waiting. Work that catches every exception, or makes another one of it, is left
+    all the same."""
     signals = _active
     if signals is None:
         yield
         return
-    signals._inside = True
+    signals._inside, signals._raised = True, False
     try:
         if signals.number and signals._may_raise:
             raise Stopped(signals.number)
         yield
+        if signals._raised:
+            raise Stopped(signals.number)
+    except Exception as error:
+        if signals._raised and not isinstance(error, Stopped):
+            raise Stopped(signals.number) from error
+        raise
     finally:
         signals._inside = False

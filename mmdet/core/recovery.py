@@ -76,9 +76,17 @@ class Recovery:
         """Of a state that is finite on all ranks; else the last one comes back."""
         trainer = self.trainer
         averages = {} if trainer.ema is None else trainer.ema.running_state()["average"]
-        name = guard.first_non_finite(trainer.model.state_dict(), {f"EMA of {n}": v for n, v in averages.items()})
+        own = {f"EMA of {n}": v for n, v in averages.items()}
+        own |= _optimizer_tensors(trainer.optimizer)  # a huge gradient's square overflows while weights stay finite
+        name = guard.first_non_finite(trainer.model.state_dict(), own)
         if not trainer.parallel.all_finite(torch.tensor(not name, device=trainer.device)):
             if self.snapshot is None:
                 self.guard.restores = guard.RESTORES  # there is nothing to go back to
             self.bring_back(f"iteration {trainer.step}", f"{name or 'the state of another rank'} holds NaN or infinity")
         self.snapshot = Snapshot(trainer)
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    entries = ((i, key, value) for i, p in enumerate(parameters) for key, value in optimizer.state.get(p, {}).items())
+    return {f"the optimizer's {key} of tensor {i}": value for i, key, value in entries if isinstance(value, Tensor)}

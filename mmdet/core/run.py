@@ -105,6 +105,19 @@ def claim_run_dir(run_dir: Path, options: RunOptions, resumed: bool) -> RunLock:
     return lock
 
 
+def require_new(run_dir: Path) -> None:
+    """With the folder's lock held: a run that was alive when this one looked for a free folder may have saved since, and ended.
+
+    Raises:
+        UsageError: it did; nothing of it is touched.
+    """
+    if checkpoint_candidates(run_dir):
+        raise UsageError(
+            f"run folder {run_dir}: another run has saved checkpoints there while this one was being built. Go on with that run "
+            "(--resume), or take another folder with -expn NAME"
+        )
+
+
 def _make_folder(path: Path, exist_ok: bool) -> bool:
     """False: another run has it."""
     try:

@@ -27,11 +27,13 @@ def enter_run_dir(trainer: Trainer) -> str:
     folder, since the name of a time-stamped one may change.
 
     Raises:
-        UsageError: the folder cannot be written to, or another run has it.
+        UsageError: the folder cannot be written to, or another run has it or left its checkpoints there meanwhile.
     """
     resumption = trainer.resumption
     trainer.lock = run.claim_run_dir(trainer.run_dir, trainer.options, resumption is not None)
     folder = trainer.lock.run_dir
+    if resumption is None:
+        run.require_new(folder)
     remove_leftovers(folder)
     open_log_file(folder / LOG_FILE)
     if resumption is None:

@@ -140,7 +140,9 @@ class Trainer:
             self.batches = self._open_batches()
             while self.step < self.total_steps:
                 self._train_epoch()
+            self.stage = "the end of training"
             self._call("on_train_end")
+            self.guard.require_good_end(self.total_steps)
             summary.log_end(self)
             failure.stop_watch()
         except (Exception, KeyboardInterrupt) as error:
@@ -422,12 +424,12 @@ class Trainer:
         self.meter.clear()
 
     def close(self) -> None:
-        self.signals.close()
         self.recorder.close()
         close_log_file()
         self._close_loader()
         if self.lock is not None:
             self.lock.release()
+        self.signals.close()  # last: a launcher sends SIGTERM when the first process has ended, which must not leave the lock
 
     def _close_loader(self) -> None:
         if hasattr(self.loader, "close"):

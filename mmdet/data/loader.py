@@ -5,10 +5,12 @@ B is the total batch over all ranks; N the number of training images.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -22,6 +24,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from mmdet.data.collate import collate as default_collate
 from mmdet.data.errors import DataError
 from mmdet.data.structures import Batch, Sample, SampleKey
+
+_PATIENCE = 5.0  # s in which workers that are not needed any more must end
 
 
 class SampleError(RuntimeError):
@@ -208,7 +212,23 @@ class _Stream(Iterator):
         return batch
 
     def close(self) -> None:
-        self._source = None  # the last reference: DataLoader's iterator joins its workers when it goes
+        """Does not leave it to the iterator's end, since the traceback of an error may hold the iterator."""
+        source, self._source = self._source, None
+        if not hasattr(source, "_shutdown_workers"):
+            return
+        killing = threading.Timer(_PATIENCE, _kill, [list(source._workers)])
+        killing.daemon = True
+        killing.start()
+        with contextlib.suppress(RuntimeError):  # a worker died: that has been told, or is what was wanted
+            source._shutdown_workers()  # waits 10 s for each, and sends them SIGTERM, which they ignore
+        killing.cancel()
+
+
+def _kill(workers: list) -> None:
+    """Workers that are stuck in a sample: Python, too, would wait for them at its exit."""
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
 
 
 class TrainLoader:

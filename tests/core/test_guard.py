@@ -133,6 +133,15 @@ def test_a_failure_in_the_last_step_is_not_a_success(tmp_path):
         trainer.train()
 
 
+def test_a_run_that_ends_while_its_steps_fail_is_no_success(tmp_path):
+    trainer, _ = run(tmp_path, "tail", (23, 24))
+    with pytest.raises(NonFiniteError, match="2 of its 24 steps .* the last 2 of them in a row"):
+        trainer.train()
+    assert read_checkpoint(tmp_path / "tail" / "a" / "last.pth")["step"] == 24
+    trainer, _ = run(tmp_path, "one", (24,))
+    trainer.train()  # one image that is broken costs one step
+
+
 def test_a_loss_above_max_loss_counts(tmp_path):
     trainer, record = run(tmp_path, "high", (), max_loss=1e-9)
     with pytest.raises(NonFiniteError, match="iteration 12"):
@@ -153,6 +162,21 @@ def test_weights_that_overflow_are_never_saved(tmp_path):
     assert trainer.guard.restores == 1
     for path in (tmp_path / "overflow" / "a").glob("*.pth"):
         assert first_non_finite(read_checkpoint(path)["model"]) == ""
+
+
+def test_an_optimizer_that_overflows_is_brought_back_as_well(tmp_path):
+    trainer, _ = run(tmp_path, "momentum", (), max_epoch=2, save_interval_steps=3)
+
+    class Damage(Hook):
+        def on_step_end(self, t):
+            if t.step == 3:
+                t.optimizer.state[t.model.norm.bias]["momentum_buffer"][0] = math.inf
+
+    trainer.hooks.append(Damage())
+    trainer.train()
+    assert trainer.guard.restores == 1
+    log = (tmp_path / "momentum" / "a" / "train_log.txt").read_text()
+    assert "the optimizer's momentum_buffer of " in log and "The state of iteration 0 is back" in log
 
 
 def test_resume_after_a_restore_is_the_same_run(tmp_path):

@@ -238,6 +238,17 @@ def test_two_new_runs_of_one_name(tmp_path):
     assert first.step == 16 and step_on_disk(first.run_dir) == 16
 
 
+@pytest.mark.parametrize("how", [{}, {"resume": "auto"}])
+def test_a_new_run_does_not_write_over_one_that_began_and_ended_while_it_was_built(tmp_path, how):
+    second = trainer_of(line_exp(tmp_path), experiment_name="a", **how)
+    first = trainer_of(line_exp(tmp_path), experiment_name="a")
+    first.train()
+    before = {p: p.read_bytes() for p in first.run_dir.iterdir() if p.is_file()}
+    with pytest.raises(UsageError, match="another run has saved checkpoints there"):
+        second.train()
+    assert {p: p.read_bytes() for p in first.run_dir.iterdir() if p.is_file()} == before
+
+
 def test_new_runs_of_the_same_second_get_folders_of_their_own(tmp_path):
     both = [trainer_of(line_exp(tmp_path)) for _ in range(2)]
     both[1].run_dir = both[0].run_dir  # neither had made it when the other looked

@@ -90,6 +90,39 @@ def test_nobody_waits_for_data_that_do_not_come(tmp_path, whole):
     assert all(torch.equal(v, whole[k]) for k, v in resumed.model.state_dict().items())
 
 
+@pytest.mark.parametrize("swallow", [False, True])
+def test_data_code_that_catches_every_exception_does_not_hide_the_signal(tmp_path, whole, swallow):
+    class Catching(LineExp):
+        def get_prefetcher(self, batches, device):
+            for batch in batches:
+                try:
+                    if batch.step == 6:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                except Exception as error:  # as the loader does, to name the image
+                    if not swallow:
+                        raise RuntimeError(f"image 7: {error}") from error
+                yield batch
+
+    exp = Catching()
+    for key, value in {"output_dir": str(tmp_path), "exp_name": "line"}.items():
+        exp.set(key, value, "command line")
+    with pytest.raises(Stopped):
+        trainer_of(exp, experiment_name="a").train()
+    assert read_checkpoint(tmp_path / "line" / "a" / "last.pth")["step"] == 6
+    resumed = trainer_of(line_exp(tmp_path), resume="")
+    resumed.train()
+    assert all(torch.equal(v, whole[k]) for k, v in resumed.model.state_dict().items())
+
+
+def test_the_lock_is_free_before_a_signal_can_kill(tmp_path):
+    """The launcher sends SIGTERM to the other processes as soon as the first one has ended."""
+    trainer = trainer_of(line_exp(tmp_path), experiment_name="a")
+    close = trainer.recorder.close
+    trainer.recorder.close = lambda: (os.kill(os.getpid(), signal.SIGTERM), close())
+    trainer.train()
+    assert not (tmp_path / "line" / "a" / "run.lock").exists()
+
+
 class SlowJudge(LineEvaluator):
     def evaluate(self, model):
         def work():

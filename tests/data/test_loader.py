@@ -186,6 +186,25 @@ def test_close_ends_the_workers_and_a_new_stream_replaces_the_old(source):
     assert children() == before
 
 
+class Stuck(DetectionTrainPipeline):
+    def __call__(self, source, key, rng):
+        if key.epoch > 0:
+            time.sleep(1000)
+        return super().__call__(source, key, rng)
+
+
+def test_stuck_workers_are_ended_in_seconds(source):
+    """They ignore SIGTERM, and Python would wait for them at its exit."""
+    training = loader(source, workers=3, pipeline=Stuck())
+    stream = training.batches()
+    batches = [next(stream) for _ in range(3)]
+    workers = multiprocessing.active_children()
+    begin = time.monotonic()
+    training.close()
+    assert len(batches) == 3 and len(workers) == 3
+    assert time.monotonic() - begin < 9 and not any(w.is_alive() for w in workers)
+
+
 class TellsProcess(DetectionTrainPipeline):
     """Puts what the worker process is like into the image id."""
 

@@ -35,6 +35,7 @@ from mmdet.families.multitask.largest import largest_batch
 from mmdet.families.multitask.loader import ImagePipeline, LabelledEvalLoader, TaskData, TaskLoader
 from mmdet.families.multitask.model import ExportPart, MultiTaskModel, TaskNetwork
 from mmdet.families.multitask.parallel import MultiTaskParallel
+from mmdet.families.multitask.pictures import draw_iteration, with_title
 from mmdet.families.multitask.settings import MultiTaskSettings
 from mmdet.families.multitask.task import COMPONENTS, TaskSpec
 from mmdet.models.detector import Normalize
@@ -69,7 +70,9 @@ class MultiTaskExp(MultiTaskSettings):
     def get_model(self) -> MultiTaskModel:
         frozen = [component for component, mode in self.norms.items() if mode == "frozen"]
         parts = self.get_normalize(), self.get_backbone, self.get_neck, frozen, self.normalize_weights, self.get_postprocess
-        return MultiTaskModel(self.tasks, *parts)
+        model = MultiTaskModel(self.tasks, *parts)
+        check_classes(model)
+        return model
 
     def load_backbone(self, model: nn.Module, source: Any, options: LoadOptions | None = None) -> LoadReport:
         """A file of the backbone alone, into the one of share id 0."""
@@ -157,7 +160,10 @@ class MultiTaskExp(MultiTaskSettings):
         cache = self.__dict__.setdefault("_datasets", {})
         key = (self.data_dir, self.tasks[task].name, split)
         if key not in cache:
-            cache[key] = self.tasks[task].data.open(self.data_root(), split)
+            try:
+                cache[key] = self.tasks[task].data.open(self.data_root(), split)
+            except DataError as error:
+                raise DataError(f"task {self.tasks[task].name}: {error}") from error
         return cache[key]
 
     def check_sources(self) -> None:
@@ -272,8 +278,17 @@ class MultiTaskExp(MultiTaskSettings):
         return [f"\n{format_per_class(evaluation)}", f"\n{format_summary(evaluation)}"]
 
     def evaluation_pictures(self, evaluation: Any) -> list[np.ndarray]:
-        names = {spec.name: self.task_dataset(i, "val") for i, spec in enumerate(self.tasks) if spec.is_detection}
-        return [draw_comparison(s, names[s.get("task", self.task)].class_names) for s in evaluation.samples]
+        rows = []
+        for sample in evaluation.samples:
+            task = sample.get("task", self.task)
+            names = self.task_dataset(self.task_number(task), "val").class_names
+            rows.append(with_title(draw_comparison(sample, names), f"task {task}"))
+        return rows
+
+    def training_pictures(self, batch: IterationBatch) -> list[np.ndarray]:
+        """Some images of each task whose batches this process has."""
+        names = {spec.name: self.task_dataset(task, "train").class_names for task, spec in enumerate(self.tasks)}
+        return draw_iteration(batch, names, [spec.name for spec in self.tasks if spec.kind == "pairwise"])
 
     # -- the rest ---------------------------------------------------------------------------------------------------------
 
@@ -316,6 +331,23 @@ def _describe(spec: TaskSpec) -> str:
     plain = {k: v for k, v in vars(spec).items() if isinstance(v, str | int | float | tuple | None) or k == "share"}
     plain["data"] = repr(spec.data)
     return f"task {spec.name}: " + hashlib.blake2b(repr(sorted(plain.items(), key=str)).encode(), digest_size=8).hexdigest()
+
+
+def check_classes(model: MultiTaskModel) -> None:
+    """Stops unless heads and criteria are made for as many classes as their task's data has.
+
+    Raises:
+        UsageError: with task, part and both numbers.
+    """
+    for task, spec in enumerate(model.specs):
+        wanted = getattr(spec.data, "classes", None)
+        for part, module in (("head", model.head(task)), ("criterion", model.criteria[spec.name])):
+            number = getattr(module, "num_classes", wanted)
+            if spec.kind != "pairwise" and wanted is not None and number != wanted:
+                raise UsageError(
+                    f"task {spec.name!r}: the {part} is made for {number} classes, the data says classes={wanted}: "
+                    "make them agree"
+                )
 
 
 def check_groups(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:

@@ -109,6 +109,9 @@ class MultiTaskModel(nn.Module):
         key = component_key(self.specs, task, component)
         return None if key is None else key.split("/", 1)[1]
 
+    def head(self, task: int) -> nn.Module:
+        return self.heads[self._key(task, "head")]
+
     def _carve_out(self, task: int, spec: TaskSpec) -> None:
         """Copies of the parameters of shared components that the task wants to itself."""
         names: dict[str, list[str]] = {}
@@ -133,11 +136,28 @@ class MultiTaskModel(nn.Module):
         maps = self._through(task, "backbone", self.backbones, self.normalize(images.contiguous(), meta))
         if self._key(task, "neck") is not None:
             maps = self._through(task, "neck", self.necks, maps)
+        if self.training and self.specs[task].is_detection:
+            self._check_levels(task, images, maps)
         return self._head(task, maps)
 
     def _head(self, task: int, maps: Sequence[Tensor]) -> Any:
+        return self.head(task)(self._levels(task, maps))
+
+    def _levels(self, task: int, maps: Sequence[Tensor]) -> list[Tensor]:
         levels = self.specs[task].levels
-        return self.heads[self._key(task, "head")](list(maps) if levels is None else [maps[i] for i in levels])
+        return list(maps) if levels is None else [maps[i] for i in levels]
+
+    def _check_levels(self, task: int, images: Tensor, maps: Sequence[Tensor]) -> None:
+        """Stops where the maps that a head gets have other strides than it takes them for: it would learn nothing of use."""
+        head = self.head(task)
+        wanted = getattr(head, "strides", None) or getattr(getattr(head, "anchors", None), "strides", None)
+        got = tuple(round(images.shape[-1] / m.shape[-1]) for m in self._levels(task, maps))
+        sizes = [m.shape[-1] for m in self._levels(task, maps)]
+        if wanted is not None and sizes != [-(-images.shape[-1] // stride) for stride in wanted]:
+            raise UsageError(
+                f"task {self.names[task]!r}: the head expects maps of strides {tuple(wanted)}, it gets {got}: "
+                f"say with levels=... which maps it gets, and in what order (now {self.specs[task].levels or 'all of them'})"
+            )
 
     def _through(self, task: int, component: str, modules: nn.ModuleDict, x: Any) -> Any:
         module, name = modules[self._key(task, component)], self.names[task]
@@ -167,7 +187,7 @@ class MultiTaskModel(nn.Module):
         """Of a detection task, before suppression: boxes (B, A, 4) xyxy px, scores (B, A, C) in [0, 1]; at least float32."""
         predictions = self.predict_task(task, images, meta)
         with torch.autocast(images.device.type, enabled=False):
-            return self.heads[self._key(task, "head")].decode(predictions)
+            return self.head(task).decode(predictions)
 
     # -- training ---------------------------------------------------------------------------------------------------------
 

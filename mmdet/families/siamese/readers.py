@@ -81,6 +81,11 @@ class GOT10kFolder(VideoSource):
 
 def _read_got10k(root: Path, name: str) -> VideoRecord:
     folder = root / name
+    if not (folder / "groundtruth.txt").is_file():
+        raise DataError(
+            f"{folder / 'groundtruth.txt'}: there is no such file; complete the video, or take {name!r} out of "
+            f"{root / 'list.txt'}"
+        )
     boxes, files = read_boxes(folder / "groundtruth.txt"), _image_names(folder)
     if not len(boxes):
         raise DataError(f"{folder / 'groundtruth.txt'} holds no box: expected one x,y,w,h for each frame, or for the first")

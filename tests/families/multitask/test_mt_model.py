@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from mt_ranks import Same, Tiny, linear_task, value_batch
@@ -9,6 +10,7 @@ from mt_toy import Backbone, Neck, ToyExp, colours, detection, make_data, pairs,
 from torch import nn
 
 from mmdet.core.checkpoint import LoadOptions, load_pretrained
+from mmdet.data.errors import DataError
 from mmdet.data.structures import ImageMeta
 from mmdet.errors import CheckpointError, UsageError
 from mmdet.families.fcos.head import FCOSHead
@@ -25,6 +27,8 @@ from mmdet.families.ppyolo.head import PPYOLOHead
 from mmdet.families.ppyolo.loss import PPYOLOCriterion
 from mmdet.families.ppyoloe.head import ETHead
 from mmdet.families.ppyoloe.loss import PPYOLOECriterion
+from mmdet.families.yolox.head import DecoupledHead
+from mmdet.families.yolox.loss import YOLOXCriterion
 from mmdet.models.fpn import FPN
 
 
@@ -115,6 +119,45 @@ def test_every_kind_of_task_trains_and_is_judged(everything):
     metrics = evaluation.metrics
     assert metrics["AP_mean"] == pytest.approx(sum(metrics[f"{n}/AP"] for n in ("yolox", "ppyoloe", "ppyolo", "fcos")) / 4)
     assert metrics["top1"] == pytest.approx((metrics["cls/top1"] + metrics["tags/top1"] + metrics["same/top1"]) / 3)
+
+
+def test_pictures_of_training_show_every_task(everything):
+    batch = first_batch(everything)
+    rows = everything.training_pictures(batch)
+    assert len(rows) == 7 and all(row.dtype == np.uint8 and row.shape[2] == 3 for row in rows)
+    single, pair = rows[4].shape[1], rows[6].shape[1]
+    assert single == 2 * (128 + 4) and pair == 2 * (2 * 128 + 4)  # two images of 64 px twice as large, two pairs of such
+    for part in batch.parts:
+        part.data.images = part.data.images.float()
+    assert everything.training_pictures(batch) == []
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"head": lambda c: DecoupledHead(c, 4, channels=8)}, "task 'detA': the head is made for 4 classes, .* classes=3"),
+        ({"criterion": lambda: YOLOXCriterion(2, l1_from_epoch=0)}, "task 'detA': the criterion is made for 2 classes"),
+    ],
+)
+def test_classes_of_head_criterion_and_data_agree(data, change, message):
+    first, *rest = ToyExp().tasks
+    changed = [replace(first, **change), *rest]
+    exp = toy_exp(type("Changed", (ToyExp,), {"tasks": changed}), data_dir=str(data))
+    with pytest.raises(UsageError, match=message):
+        exp.get_model()
+
+
+def test_a_head_gets_maps_of_the_strides_that_it_expects(everything, data):
+    name, wrong = "ppyoloe", type("Wrong", (ToyExp,), {"tasks": [replace(everything.tasks[1], levels=None)]})
+    assert everything.tasks[1].name == name and everything.tasks[1].levels == (2, 1, 0)
+    exp = toy_exp(wrong, data_dir=str(data))
+    with pytest.raises(UsageError, match=r"task 'ppyoloe': .*strides \(32, 16, 8\), it gets \(8, 16, 32\): say with levels="):
+        exp.get_model().train()(first_batch(exp).parts[0])
+
+
+def test_what_is_missing_of_a_task_is_told_with_its_name(data, tmp_path):
+    with pytest.raises(DataError, match="task detA: .*a.* does not exist"):
+        toy_exp(data_dir=str(tmp_path)).prepare()
 
 
 def test_joint_prediction_equals_one_task_after_another(everything):

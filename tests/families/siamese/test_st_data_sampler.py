@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,6 +68,9 @@ def test_seeds_change_the_order(source):
     assert not (order == EpochPairSampler(source, seed=3, data_seed=1).order(0, 19)).all()
 
 
+ROOT = Path(__file__).resolve().parents[3]  # where the package lies when it is not installed
+
+
 def test_an_epoch_is_the_same_in_a_fresh_process(source, folder):
     code = (
         "import sys; from mmdet.families.siamese.readers import GOT10kFolder\n"
@@ -75,7 +79,7 @@ def test_an_epoch_is_the_same_in_a_fresh_process(source, folder):
         f"b = GOT10kFolder({str(folder / 'second')!r}, 'train', pairs_per_epoch=7)\n"
         "print(EpochPairSampler(PairSource([a, b]), seed=3).order(5, 19).tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=sys.path[0] or None)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(EpochPairSampler(source, seed=3).order(5, 19).tolist())
 

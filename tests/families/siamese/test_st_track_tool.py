@@ -110,6 +110,28 @@ def test_a_detectors_checkpoint_is_refused(made, work, capsys):
     assert code == 2 and "yolox_nano is no tracker" in err.splitlines()[-1]
 
 
+def test_an_exp_that_is_no_tracker_is_refused(made, work, capsys):
+    code, err = call(capsys, "in.mp4", *TARGET, "-n", "yolox_nano")
+    assert code == 2 and "-f yolox_nano: yolox_nano is no tracker" in err.splitlines()[-1]
+
+
+def test_a_target_may_begin_left_of_the_frame(made, work, capsys):
+    for words in (("--init", "-5,30,24,24"), ("--init=-5,30,24,24",)):
+        code, err = call(capsys, "one.mp4", *words, "-c", "best.pth", "--json", work / "boxes.json")
+        assert code == 0, err
+    assert call(capsys, "one.mp4", "--init", "-c", "best.pth")[0] == 2
+
+
+def test_frames_of_several_sizes_make_no_video(made, work, capsys):
+    (work / "mixed").mkdir()
+    for number, height in enumerate((120, 120, 60), start=1):
+        cv2.imwrite(str(work / "mixed" / f"{number}.png"), np.full((height, 160, 3), 90, np.uint8))
+    code, err = call(capsys, work / "mixed", *TARGET, "--save", work / "out.mp4")
+    assert code == 2 and "frame 3" in err and "160x60 px, those before it 160x120" in err.splitlines()[-1]
+    code, err = call(capsys, work / "mixed", *TARGET, "--json", work / "boxes.json")
+    assert code == 0, err
+
+
 def test_a_broken_image_of_a_folder_is_named(tmp_path):
     cv2.imwrite(str(tmp_path / "1.png"), np.zeros((8, 8, 3), np.uint8))
     (tmp_path / "2.png").write_bytes(b"\x89PNG")
