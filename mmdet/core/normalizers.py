@@ -80,6 +80,11 @@ def local_normalizers() -> Iterator[None]:
         _local = before
 
 
+def summed_ranks() -> int:
+    """How many ranks' shares a divisor counts at present."""
+    return 1 if _local else get_world_size()
+
+
 @contextmanager
 def record_normalizers() -> Iterator[Record]:
     """Inside, every call's values are kept in the list that is yielded, and nothing is reduced over ranks: the losses that come

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mmdet.core.distributed import get_world_size
-from mmdet.core.normalizers import mean_normalizers
+from mmdet.core.normalizers import mean_normalizers, summed_ranks
 from mmdet.data.structures import Batch, LossOutput, Targets
 from mmdet.families.ppyoloe.assigner import assign_atss, assign_task_aligned
 from mmdet.families.ppyoloe.head import Predictions, expected_distances
@@ -76,7 +75,7 @@ class PPYOLOECriterion(nn.Module):
             "loss_dfl": self.weight_dfl * dfl / normalizer,
         }
         num_pos = assigned.positive.sum() / len(batch)
-        score_sum = assigned.scores.sum() * get_world_size()
+        score_sum = assigned.scores.sum() * summed_ranks()
         return spoil(LossOutput(losses, {"loss_l1": l1, "num_pos": num_pos, "score_sum": score_sum}), fault)
 
     @torch.no_grad()
