@@ -18,6 +18,7 @@ from mmdet.core.distributed import all_gather_objects, get_world_size
 from mmdet.errors import NonFiniteError
 
 IN_A_ROW, IN_WINDOW, WINDOW, RESTORES = 3, 10, 1000, 3
+TOLERATED = 0.1  # part of a run's steps that may be left out
 ZERO_STEPS = 200  # steps after which a loss term or a count of positives that is exactly 0 is worth a warning
 _ADVICE = "Look at these images, lower the learning rate (basic_lr_per_img), or clip gradients (clip_norm=10)"
 
@@ -29,6 +30,7 @@ class NonFiniteGuard:
         self.in_a_row = 0
         self.recent: list[int] = []  # steps left out since the last restore, within WINDOW
         self.skipped, self.restores = 0, 0  # in the whole run
+        self.last = ""  # what was wrong with the last bad step, in words
 
     def passed(self) -> None:
         """A step was good."""
@@ -59,12 +61,13 @@ class NonFiniteGuard:
         """All ``steps`` of the run are done.
 
         Raises:
-            NonFiniteError: it ended while steps were failing, or most of them had failed: that is no trained model.
+            NonFiniteError: it ended while steps were failing, or more than ``TOLERATED`` of them had since the last restore.
         """
-        if self.in_a_row > 1 or 2 * self.skipped > steps:
+        if self.in_a_row > 1 or len(self.recent) > TOLERATED * min(steps, WINDOW):
             raise NonFiniteError(
-                f"training ended, but {self.skipped} of its {steps} steps were not finite and left out, the last {self.in_a_row} "
-                f"of them in a row. What was saved is finite, but not what {steps} steps would have learnt. {_ADVICE}."
+                f"training ended, but {len(self.recent)} of its {steps} steps were non-finite and left out, the last "
+                f"{self.in_a_row} in a row. What was saved is finite, but not what {steps} steps would have learnt. "
+                f"{self.last and f'The last one: {self.last}. '}{_ADVICE}."
             )
 
     def summary(self) -> str:

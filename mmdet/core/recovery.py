@@ -50,6 +50,7 @@ class Recovery:
     def left_out(self, report: str) -> None:
         """The step that has just been counted was left out."""
         where = f"{self.trainer.stage} (iteration {self.trainer.step})"
+        self.guard.last = f"{where}: {report}"
         if self.guard.left_out(self.trainer.step) == "restore":
             self.bring_back(where, report)
             return

@@ -135,7 +135,7 @@ def test_a_failure_in_the_last_step_is_not_a_success(tmp_path):
 
 def test_a_run_that_ends_while_its_steps_fail_is_no_success(tmp_path):
     trainer, _ = run(tmp_path, "tail", (23, 24))
-    with pytest.raises(NonFiniteError, match="2 of its 24 steps .* the last 2 of them in a row"):
+    with pytest.raises(NonFiniteError, match="2 of its 24 steps .* the last 2 in a row"):
         trainer.train()
     assert read_checkpoint(tmp_path / "tail" / "a" / "last.pth")["step"] == 24
     trainer, _ = run(tmp_path, "one", (24,))
