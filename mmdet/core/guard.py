@@ -63,7 +63,7 @@ class NonFiniteGuard:
         Raises:
             NonFiniteError: it ended while steps were failing, or more than ``TOLERATED`` of them had since the last restore.
         """
-        if self.in_a_row > 1 or len(self.recent) > TOLERATED * min(steps, WINDOW):
+        if self.in_a_row > 1 or len(self.recent) > max(1, TOLERATED * min(steps, WINDOW)):
             raise NonFiniteError(
                 f"training ended, but {len(self.recent)} of its {steps} steps were non-finite and left out, the last "
                 f"{self.in_a_row} in a row. What was saved is finite, but not what {steps} steps would have learnt. "
