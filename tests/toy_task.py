@@ -112,8 +112,8 @@ class LineExp(Exp):
         return LineEvaluator(PointLoader(self.batch_size, self.seed), self.scores)
 
 
-def line_exp(tmp_path, name="line", **values):
-    exp = LineExp()
+def line_exp(tmp_path, name="line", kind=LineExp, **values):
+    exp = kind()
     for key, value in {"output_dir": str(tmp_path), "exp_name": name, **values}.items():
         exp.set(key, value, "command line")
     return exp

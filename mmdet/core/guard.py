@@ -7,7 +7,8 @@ back the last good snapshot, and data go on in another order; time is not turned
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -93,13 +94,13 @@ def describe_step(
     said of its own outputs); empty where there is nothing.
     """
     terms = {name: float(value) for name, value in losses.items()}
-    bad = [name for name, value in terms.items() if not _is_finite(value)]
+    bad = [name for name, value in terms.items() if not math.isfinite(value)]
     mine = {"terms": terms, "bad": bad, "found": dict(found), "images": list(images)}
     ranks = all_gather_objects(mine)
     guilty = [r for r, other in enumerate(ranks) if other["bad"] or other["found"].get("predictions")]
     lines = [_of_rank(r, ranks[r]) for r in guilty or range(len(ranks))]
     gradients = ", ".join(f"{name} {float(value):.6g}" for name, value in norms.items())
-    parameter = ranks[0]["found"].get("parameter", "")
+    parameter = next((r["found"]["parameter"] for r in ranks if r["found"].get("parameter")), "")
     first = f" (first bad gradient: {parameter})" if parameter else ""
     return f"{'; '.join(lines)}; gradient norms {gradients}{first}"
 
@@ -109,10 +110,6 @@ def _of_rank(rank: int, what: Mapping[str, Any]) -> str:
     where = f" on rank {rank}" if get_world_size() > 1 else ""
     predictions = what["found"].get("predictions", "")
     return f"losses{where}: {values}{predictions and f'; {predictions}'}; images {', '.join(what['images'])}"
-
-
-def _is_finite(value: float) -> bool:
-    return value - value == 0
 
 
 class ZeroWatch:
@@ -148,18 +145,23 @@ def first_non_finite(*states: Mapping[str, Tensor]) -> str:
     return next((name for name, fine in zip(tensors, good, strict=True) if not fine), "")
 
 
-def require_finite(payload: Any, what: str, name: str = "") -> None:
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of nested plain values, with the way to it as its name."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from named_tensors(item, f"{name}.{key}" if name else str(key))
+
+
+def require_finite(payload: Any, what: str) -> None:
     """Raises a NonFiniteError that names the first tensor of a payload with NaN or infinity: such a file is not written."""
-    if isinstance(payload, Tensor):
-        if payload.is_floating_point() and not bool(torch.isfinite(payload).all()):
-            raise NonFiniteError(
-                f"{what} would hold values that are not finite ({name}), so nothing was saved; the files saved earlier are "
-                "good. Lower the learning rate (basic_lr_per_img=...), or clip gradients (clip_norm=10)."
-            )
-    elif isinstance(payload, Mapping | list | tuple):
-        entries = payload.items() if isinstance(payload, Mapping) else enumerate(payload)
-        for key, value in entries:
-            require_finite(value, what, f"{name}.{key}" if name else str(key))
+    name = first_non_finite(dict(named_tensors(payload)))
+    if name:
+        raise NonFiniteError(
+            f"{what} would hold values that are not finite ({name}), so nothing was saved; the files saved earlier are "
+            "good. Lower the learning rate (basic_lr_per_img=...), or clip gradients (clip_norm=10)."
+        )
 
 
 class BufferKeeper:

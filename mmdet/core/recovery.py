@@ -36,8 +36,8 @@ class Recovery:
         asked = torch.tensor(float(trainer.signals.number), device=trainer.device)
         flags = trainer.parallel.all_max(torch.stack([bad.float(), overflow.float(), asked]))
         bad_loss, bad_gradient, number = flags.tolist()
-        scaled = trainer.scaler.is_enabled() and trainer.scaler.get_scale() > 1.0
-        return not bad_loss and (not bad_gradient or scaled), bool(bad_gradient), int(number)
+        good = not bad_loss and (not bad_gradient or (trainer.scaler.is_enabled() and trainer.scaler.get_scale() > 1.0))
+        return good, bool(bad_gradient), int(number)
 
     def describe(self, losses: Mapping[str, Tensor], norms: Mapping[str, Tensor], said: str, batch: Any) -> str:
         """What is wrong with a step, while its gradients are still there. ``said``: what the model said of its predictions."""
@@ -45,7 +45,8 @@ class Recovery:
         images = trainer.exp.name_images(batch.image_ids) if hasattr(batch, "image_ids") else []
         found = {"parameter": trainer.parallel.locate(trainer.model), "predictions": said}
         rates = ", ".join(f"{g['name']} {g['lr']:.6g}" for g in trainer.optimizer.param_groups)
-        return f"{guard.describe_step(losses, norms, found, images)}; lr {rates}"
+        limit = trainer.exp.max_loss and f"counted as such are losses above max_loss={trainer.exp.max_loss:g}; "
+        return f"{limit or ''}{guard.describe_step(losses, norms, found, images)}; lr {rates}"
 
     def left_out(self, report: str) -> None:
         """The step that has just been counted was left out."""
@@ -78,16 +79,12 @@ class Recovery:
         trainer = self.trainer
         averages = {} if trainer.ema is None else trainer.ema.running_state()["average"]
         own = {f"EMA of {n}": v for n, v in averages.items()}
-        own |= _optimizer_tensors(trainer.optimizer)  # a huge gradient's square overflows while weights stay finite
+        buffers = guard.named_tensors(trainer.optimizer.state_dict()["state"])
+        # A huge gradient's square overflows in the optimizer while the weights stay finite.
+        own |= {f"optimizer's state {n}": value for n, value in buffers}
         name = guard.first_non_finite(trainer.model.state_dict(), own)
         if not trainer.parallel.all_finite(torch.tensor(not name, device=trainer.device)):
             if self.snapshot is None:
                 self.guard.restores = guard.RESTORES  # there is nothing to go back to
             self.bring_back(f"iteration {trainer.step}", f"{name or 'the state of another rank'} holds NaN or infinity")
         self.snapshot = Snapshot(trainer)
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    entries = ((i, key, value) for i, p in enumerate(parameters) for key, value in optimizer.state.get(p, {}).items())
-    return {f"the optimizer's {key} of tensor {i}": value for i, key, value in entries if isinstance(value, Tensor)}

@@ -6,13 +6,12 @@ decides for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
-from torch import Tensor
 
 from mmdet.core import run
 from mmdet.core.continuation import LOCAL, check_continuation
@@ -20,7 +19,7 @@ from mmdet.core.distributed import all_gather_objects, broadcast_object, get_ran
 from mmdet.core.entries import OPTIONAL, TRAINING, check_entries, is_count
 from mmdet.core.failure import compute_on_main, gather_from_ranks
 from mmdet.core.files import read_checkpoint, read_heading
-from mmdet.core.guard import first_non_finite
+from mmdet.core.guard import first_non_finite, named_tensors
 from mmdet.core.lock import RunLock
 from mmdet.errors import CheckpointError, UsageError
 from mmdet.exp.base import Exp
@@ -108,18 +107,10 @@ def read_full_state(path: Path, trust: bool = False) -> dict[str, Any]:
         )
     check_entries(saved, TRAINING, f"checkpoint {str(path)!r}", complete=True)
     check_entries(saved, OPTIONAL, f"checkpoint {str(path)!r}")
-    bad = first_non_finite(dict(_tensors(saved, "")))
+    bad = first_non_finite(dict(named_tensors(saved)))
     if bad:
         raise CheckpointError(f"checkpoint {str(path)!r} holds NaN or infinity in {bad}")
     return saved
-
-
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping | list | tuple):
-        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _tensors(item, f"{name}.{key}" if name else str(key))
 
 
 # -- which file -------------------------------------------------------------------------------------------------------------

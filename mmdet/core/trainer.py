@@ -25,7 +25,7 @@ from mmdet.core.recovery import Recovery
 from mmdet.core.resume import open_resume, restore
 from mmdet.core.run_folder import choose_run_dir, enter_run_dir
 from mmdet.core.saver import Saver
-from mmdet.errors import UsageError
+from mmdet.errors import NonFiniteError, UsageError
 from mmdet.exp.base import Exp
 
 
@@ -159,6 +159,8 @@ class Trainer:
             self.batches = self._open_batches()
             self._start_epoch()
             self._train_step()
+            if self.guard.skipped:
+                raise NonFiniteError(f"the step was not finite: {self.guard.last}")
             return self.meter.means()
         finally:
             self.close()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from toy_task import LineExp
+from toy_task import LineExp, line_exp
 
 from mmdet.core import read_checkpoint
 from mmdet.core.guard import IN_WINDOW, NonFiniteGuard, ZeroWatch, first_non_finite
@@ -64,10 +64,7 @@ class BadSteps(LineExp):
 
 
 def run(tmp_path, name, bad, **values):
-    exp = BadSteps()
-    settings = {"output_dir": str(tmp_path), "exp_name": name, "bad_steps": bad, "print_interval": 1, **values}
-    for key, value in settings.items():
-        exp.set(key, value, "command line")
+    exp = line_exp(tmp_path, name, BadSteps, bad_steps=bad, print_interval=1, **values)
     trainer = Trainer(exp, RunOptions(workers=0, device="cpu", experiment_name="a", progress=False))
     record = Record()
     trainer.hooks.append(record)
@@ -142,9 +139,15 @@ def test_a_run_that_ends_while_its_steps_fail_is_no_success(tmp_path):
     trainer.train()  # one image that is broken costs one step
 
 
+def test_a_dry_run_tells_of_a_bad_step(tmp_path):
+    trainer, _ = run(tmp_path, "dry", (1,))
+    with pytest.raises(NonFiniteError, match=r"step 1/4 \(iteration 1\): losses: loss_square nan"):
+        trainer.dry_run()
+
+
 def test_a_loss_above_max_loss_counts(tmp_path):
     trainer, record = run(tmp_path, "high", (), max_loss=1e-9)
-    with pytest.raises(NonFiniteError, match="iteration 12"):
+    with pytest.raises(NonFiniteError, match="iteration 12.*losses above max_loss=1e-09"):
         trainer.train()
     assert_same(record.states[0], record.states[11])
 
@@ -176,7 +179,7 @@ def test_an_optimizer_that_overflows_is_brought_back_as_well(tmp_path):
     trainer.train()
     assert trainer.guard.restores == 1
     log = (tmp_path / "momentum" / "a" / "train_log.txt").read_text()
-    assert "the optimizer's momentum_buffer of " in log and "The state of iteration 0 is back" in log
+    assert ".momentum_buffer holds NaN or infinity" in log and "The state of iteration 0 is back" in log
 
 
 def test_resume_after_a_restore_is_the_same_run(tmp_path):

@@ -79,9 +79,7 @@ def test_nobody_waits_for_data_that_do_not_come(tmp_path, whole):
                         pass
                 yield batch
 
-    exp = Stuck()
-    for key, value in {"output_dir": str(tmp_path), "exp_name": "line"}.items():
-        exp.set(key, value, "command line")
+    exp = line_exp(tmp_path, kind=Stuck)
     with pytest.raises(Stopped):
         trainer_of(exp, experiment_name="a").train()
     assert read_checkpoint(tmp_path / "line" / "a" / "last.pth")["step"] == 6
@@ -103,9 +101,7 @@ def test_data_code_that_catches_every_exception_does_not_hide_the_signal(tmp_pat
                         raise RuntimeError(f"image 7: {error}") from error
                 yield batch
 
-    exp = Catching()
-    for key, value in {"output_dir": str(tmp_path), "exp_name": "line"}.items():
-        exp.set(key, value, "command line")
+    exp = line_exp(tmp_path, kind=Catching)
     with pytest.raises(Stopped):
         trainer_of(exp, experiment_name="a").train()
     assert read_checkpoint(tmp_path / "line" / "a" / "last.pth")["step"] == 6
@@ -139,9 +135,7 @@ class Judged(LineExp):
 
 
 def test_an_evaluation_is_left_at_once_and_comes_first_after_the_resume(tmp_path, whole):
-    exp = Judged()
-    for key, value in {"output_dir": str(tmp_path), "exp_name": "line"}.items():
-        exp.set(key, value, "command line")
+    exp = line_exp(tmp_path, kind=Judged)
     with pytest.raises(Stopped):
         trainer_of(exp, experiment_name="a").train()
     saved = read_checkpoint(tmp_path / "line" / "a" / "last.pth")

@@ -218,9 +218,7 @@ def test_freezing_by_epoch_keeps_frozen_norms_still(tmp_path):
         def frozen(self, epoch):
             return ("first", "norm") if epoch < 2 else ()
 
-    exp = Staged()
-    for name, value in {"output_dir": str(tmp_path), "exp_name": "staged"}.items():
-        exp.set(name, value, "command line")
+    exp = line_exp(tmp_path, "staged", Staged)
     trainer = trainer_of(exp, experiment_name="a")
     before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
     seen = {}
