@@ -10,9 +10,11 @@ import datetime
 import itertools
 import json
 import platform
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +70,7 @@ def main() -> int:
     parser.add_argument("--data", default="", help="the data set, for recipes that need one")
     parser.add_argument("--ckpt", default="", help="the checkpoint to fine-tune from, for recipes that need one")
     parser.add_argument("--output", default="outputs/reproduce", help="where the runs go")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="SEED", help="other seeds than the recipe's own")
     args = parser.parse_args()
     recipe = RECIPES[args.name]
     if recipe.needs_data and not args.data:
@@ -76,12 +79,15 @@ def main() -> int:
         parser.error(f"{args.name} fine-tunes: --ckpt FILE")
     say(f"{args.name}: {recipe.what}")
     say(f"{datetime.date.today()}, {platform.machine()}, python {platform.python_version()}, commit {commit()}")
-    for seed in recipe.seeds:
-        reproduce(recipe, seed, args)
+    seeds = args.seeds or recipe.seeds
+    runs = [reproduce(recipe, seed, args) for seed in seeds]
+    for judged in runs[0]:
+        say(summary(judged, [run[judged] for run in runs], seeds))
     return 0
 
 
-def reproduce(recipe: Recipe, seed: int, args: argparse.Namespace) -> None:
+def reproduce(recipe: Recipe, seed: int, args: argparse.Namespace) -> dict[str, float]:
+    """One training; returns the AP of each thing that was judged."""
     output = Path(args.output).resolve() / args.name
     name = f"seed{seed}_{datetime.datetime.now():%Y%m%d_%H%M%S}"
     words = fill(recipe.train, args)
@@ -89,11 +95,20 @@ def reproduce(recipe: Recipe, seed: int, args: argparse.Namespace) -> None:
     run("train.py", [*words, "--seed", str(seed), "--output", str(output), "-expn", name])
     say(f"  trained in {(time.perf_counter() - start) / 60:.1f} minutes")
     run_dir = next(output.glob(f"*/{name}"))
-    for judge, checkpoint in itertools.product(recipe.judge, (run_dir / file for file in recipe.judged)):
+    ap = {}
+    for judge, file in itertools.product(recipe.judge, recipe.judged):
         report = run_dir / "judged.json"
-        run("eval.py", ["-c", str(checkpoint), *fill(judge, args), "--json", str(report)])
+        run("eval.py", ["-c", str(run_dir / file), *fill(judge, args), "--json", str(report)])
         metrics = json.loads(report.read_text(encoding="utf-8"))["metrics"]
         say(f"  AP {metrics['AP']:.4f}, AP50 {metrics['AP50']:.4f}, AP75 {metrics['AP75']:.4f}")
+        ap[" ".join([file, *fill(judge, args)])] = metrics["AP"]
+    return ap
+
+
+def summary(judged: str, ap: list[float], seeds: Sequence[int]) -> str:
+    each = ", ".join(f"{value:.4f}" for value in ap)
+    spread = f", mean {statistics.mean(ap):.4f}, standard deviation {statistics.stdev(ap):.4f}" if len(ap) > 1 else ""
+    return f"{judged}: AP {each} with --seed {', '.join(map(str, seeds))}{spread}"
 
 
 def fill(line: str, args: argparse.Namespace) -> list[str]:
