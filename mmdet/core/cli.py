@@ -42,7 +42,8 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
         if not getattr(error, "reported", False):
             print("interrupted", file=sys.stderr)  # noqa: T201
         return 130
-    except RankError as error:  # that rank tells it
+    except RankError as error:
+        announce(error)  # waits for that rank, which tells it
         return error.exit_code
     except Exception as error:
         if not getattr(error, "reported", False) and announce(error):

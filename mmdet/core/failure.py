@@ -151,20 +151,29 @@ def announce(error: BaseException, patience: float = 2.0) -> bool:
     """Tells the other ranks of an error that ends this one, and returns whether it is the first of the job: one that follows
     from another rank's end (a broken connection, say) is not worth a second traceback.
 
-    ``patience``: seconds to wait for a word of the rank that failed first.
+    ``patience``: seconds to wait for a word of the rank that failed first. A ``RankError`` waits longer than the rank that it
+    names: the launcher stops every process once one has ended, and would stop that rank before it has told anything.
     """
-    if isinstance(error, RankError):
-        return False
     if _watch is None:
-        return True
-    end = time.monotonic() + patience
-    while not isinstance(error, KeyboardInterrupt | Stopped) and time.monotonic() < end:
-        with contextlib.suppress(RuntimeError, ValueError):
-            if _watch.other() is not None:
-                break
-        time.sleep(0.1)
+        return not isinstance(error, RankError)
+    if isinstance(error, RankError):
+        if not error.signal:  # a rank that was told to stop announces nothing
+            _await_word(2 * patience)
+        return False
+    if not isinstance(error, KeyboardInterrupt | Stopped):
+        _await_word(patience)
     code = error.exit_code if isinstance(getattr(error, "exit_code", None), int) else 1
     return _watch.announce(f"{type(error).__name__}: {error}", code)
+
+
+def _await_word(seconds: float) -> None:
+    """Until another rank has announced a failure, at most ``seconds``."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(RuntimeError, ValueError):
+            if _watch.other() is not None:
+                return
+        time.sleep(0.1)
 
 
 def is_lost_connection(error: BaseException, told_to_end: bool) -> bool:
