@@ -117,7 +117,9 @@ def fill(line: str, args: argparse.Namespace) -> list[str]:
 
 def run(script: str, words: list[str]) -> None:
     say(f"  $ python tools/{script} {' '.join(words)}")
-    subprocess.run([sys.executable, str(ROOT / "tools" / script), *words], check=True, cwd=ROOT)
+    code = subprocess.run([sys.executable, str(ROOT / "tools" / script), *words], cwd=ROOT).returncode
+    if code:  # it has said what was wrong
+        sys.exit(code)
 
 
 def commit() -> str:

@@ -43,7 +43,7 @@ def run_command(main: Callable[[list[str]], int | None], argv: Sequence[str] | N
             print("interrupted", file=sys.stderr)  # noqa: T201
         return 130
     except RankError as error:
-        announce(error)  # waits for that rank, which tells it
+        announce(error)  # waits until that rank has told it
         return error.exit_code
     except Exception as error:
         if not getattr(error, "reported", False) and announce(error):

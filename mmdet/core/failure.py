@@ -159,7 +159,7 @@ def announce(error: BaseException, patience: float = 2.0) -> bool:
     if isinstance(error, RankError):
         if not error.signal:  # a rank that was told to stop announces nothing
             _await_word(2 * patience)
-        return False
+        return False  # that rank tells it
     if not isinstance(error, KeyboardInterrupt | Stopped):
         _await_word(patience)
     code = error.exit_code if isinstance(getattr(error, "exit_code", None), int) else 1

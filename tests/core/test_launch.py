@@ -1,6 +1,7 @@
 """How processes find each other."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -45,3 +46,12 @@ def test_a_process_that_ends_has_no_thread_in_native_code():
     assert watch._thread.is_alive()
     watch.rest()
     assert not watch._thread.is_alive() and watch.deadline == float("inf")
+
+
+def test_a_rank_that_hears_of_a_failure_waits_until_it_is_told(monkeypatch):
+    """The launcher stops all processes once one has ended: also the one that is about to tell what was wrong."""
+    words = iter([None, None, 0])
+    monkeypatch.setattr(failure, "_watch", SimpleNamespace(other=lambda: next(words)))
+    assert not failure.announce(failure.RankError(0, "ValueError: x", ""))
+    assert next(words, "used up") == "used up"
+    assert not failure.announce(failure.RankError(0, "Stopped: SIGTERM", "", signal=15))  # asks nothing: nothing will be told

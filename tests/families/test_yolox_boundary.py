@@ -73,7 +73,7 @@ def straight(flat, tmp_path_factory):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_l1_and_evaluations_follow_the_epoch(straight):
     assert [line["step"] for line in straight.steps] == list(range(1, 13))
-    late = [line["loss_l1"] > 0 for line in straight.steps]
+    late = ["loss_l1" in line for line in straight.steps]
     assert late == [False] * 8 + [True] * 4
     assert [e["epoch"] for e in straight.evaluations] == [5, 6]
     kept = read_checkpoint(straight / "last_mosaic.pth")

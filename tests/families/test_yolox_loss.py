@@ -35,8 +35,8 @@ criterion = YOLOXCriterion(3, l1_from_epoch=5)
 def test_l1_comes_with_its_epoch():
     pred = predictions()
     early, late = (criterion(pred, batch_of(*ONE, epoch=epoch)) for epoch in (4, 5))
-    assert set(early.losses) == set(late.losses) == TERMS
-    assert early.losses["loss_l1"] == 0 and late.losses["loss_l1"] > 0
+    assert set(early.losses) == TERMS - {"loss_l1"}  # a term that is 0 for hundreds of epochs would be reported as a fault
+    assert set(late.losses) == TERMS and late.losses["loss_l1"] > 0
     for name in TERMS - {"loss_l1"}:
         assert torch.equal(early.losses[name], late.losses[name])
 
@@ -80,13 +80,13 @@ def test_e05_points_in_crowd_regions_carry_no_loss_unless_positive():
     pred = predictions(1)
     x, y = GRID.points.unbind(1)
     for region, box in (([0, 0, 64, 30], [20, 40, 40, 60]), ([0, 0, 64, 64], [20, 40, 40, 60])):
-        batch = batch_of([[box]], [[1]], ignore=[[region]])
+        batch = batch_of([[box]], [[1]], epoch=9, ignore=[[region]])
         positive = criterion.assign(pred, batch).positive[0]
         inside = (x > region[0]) & (x < region[2]) & (y > region[1]) & (y < region[3])
         assert positive.any() and (inside & ~positive).any()
         (grad,) = torch.autograd.grad(criterion(pred, batch).total, pred.obj_logits)
         assert (grad[0, inside & ~positive] == 0).all() and (grad[0, ~inside | positive] != 0).all()
-        normal = criterion(pred, batch_of([[box]], [[1]]))
+        normal = criterion(pred, batch_of([[box]], [[1]], epoch=9))
         for name in TERMS - {"loss_obj"}:
             assert torch.equal(normal.losses[name], criterion(pred, batch).losses[name])
 

@@ -24,11 +24,11 @@ from mmdet.models.losses import full_precision, squared_iou_loss
 
 
 class YOLOXCriterion(nn.Module):
-    """``(Predictions, Batch) -> LossOutput`` with ``loss_iou``, ``loss_obj``, ``loss_cls``, ``loss_l1`` (weights and normaliser
-    applied).
+    """``(Predictions, Batch) -> LossOutput`` with ``loss_iou``, ``loss_obj``, ``loss_cls`` and, from epoch ``l1_from_epoch`` on,
+    ``loss_l1`` (weights and normaliser applied).
 
-    All are sums divided by the number of positives over all ranks, at least 1, over the number of ranks: 1 - IoU^2 and, from
-    epoch ``l1_from_epoch`` on (before it 0), the L1 distance of the box codes, of the positives; binary cross-entropy of their
+    All are sums divided by the number of positives over all ranks, at least 1, over the number of ranks: 1 - IoU^2 and the L1
+    distance of the box codes, of the positives; binary cross-entropy of their
     classes against the IoU at the assigned class; binary cross-entropy of the objectness of all points. A target's mix-up weight
     multiplies the losses of its positives. A point inside an ignore region that is not positive carries no loss.
     Statistic: ``num_fg``, positives (at least one) per box of the batch.
@@ -72,8 +72,9 @@ class YOLOXCriterion(nn.Module):
             "loss_iou": self.weight_iou * iou / normalizer,
             "loss_obj": self.weight_obj * obj / normalizer,
             "loss_cls": self.weight_cls * cls / normalizer,
-            "loss_l1": self.weight_l1 * l1 / normalizer,
         }
+        if l1 is not None:
+            losses["loss_l1"] = self.weight_l1 * l1 / normalizer
         num_fg = assigned.positive.sum().clamp(min=1) / batch.targets.valid.sum().clamp(min=1)
         return spoil(LossOutput(losses, {"num_fg": num_fg}), fault)
 
@@ -87,9 +88,9 @@ class YOLOXCriterion(nn.Module):
 
     def _positive_losses(
         self, predictions: Predictions, assigned: Assignment, batch: Batch, boxes: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums over the positives of the IoU, class and L1 losses, each (). Without positives the sums are over nothing, which
-        is zero and still gives every parameter a gradient."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Sums over the positives of the IoU, class and (where it counts) L1 losses, each (). Without positives the sums are over
+        nothing, which is zero and still gives every parameter a gradient."""
         at = assigned.positive.nonzero(as_tuple=True)
         points, strides = predictions.points[at[1]], predictions.strides[at[1]]
         target = targets_at(batch.targets.boxes, assigned)[at].to(boxes.dtype)
@@ -102,7 +103,7 @@ class YOLOXCriterion(nn.Module):
         cls = F.binary_cross_entropy_with_logits(logits, quality, reduction="none").sum(1) * weight
 
         if batch.epoch < self.l1_from_epoch:
-            return iou.sum(), cls.sum(), iou.new_zeros(())
+            return iou.sum(), cls.sum(), None
         codes = at_least_float32(predictions.box_codes[at])
         l1 = (codes - encode_boxes(target, points, strides)).abs().sum(1) * weight
         return iou.sum(), cls.sum(), l1.sum()
